@@ -1,0 +1,75 @@
+"""Every shim for library versions, in one place, each with its reason and the version that it is for.
+
+:func:`apply` runs once, at ``import mmdet3d_ext``, before mmdet3d is imported. Nothing else in the project patches a library.
+"""
+from __future__ import annotations
+
+import sys
+import warnings
+
+_applied = False
+
+
+def apply() -> None:
+    """Apply all shims (idempotent)."""
+    global _applied
+    if _applied:
+        return
+    _applied = True
+    _numpy_aliases()
+    _quiet_mmcv()
+    _mmdet3d_accepts_mmcv_172()
+    _spconv_without_cuda()
+
+
+def _numpy_aliases() -> None:
+    """numpy >= 1.24 dropped np.int, np.bool, np.float, np.long...; mmdet3d 1.0.0rc6 and mmdet 2.28.2 still use them."""
+    import numpy as np
+    for name, value in (('int', int), ('float', float), ('bool', bool), ('object', object), ('long', int)):
+        if name not in np.__dict__:
+            setattr(np, name, value)
+
+
+def _quiet_mmcv() -> None:
+    """mmcv 1.7.2 warns about the existence of mmcv 2.0 at every import, in every rank and worker."""
+    warnings.filterwarnings('ignore', message='On January 1, 2023, MMCV will release v2.0.0', category=UserWarning)
+
+
+def _mmdet3d_accepts_mmcv_172() -> None:
+    """mmdet3d 1.0.0rc6 and mmsegmentation 0.30.0 assert mmcv <= 1.7.0 at import; 1.7.2 is a bug-fix release of the same API.
+
+    mmcv shows the highest version that they accept while they are imported, then its own again.
+    """
+    if 'mmdet3d' in sys.modules:
+        return
+    import mmcv
+    true_version = mmcv.__version__
+    major, minor, *_ = (int(part) for part in true_version.split('.')[:2])
+    if (major, minor) != (1, 7):
+        raise ImportError(f'mmdet3d_ext needs mmcv-full 1.7.x, found mmcv {true_version}. Install mmcv-full==1.7.2 (make install)')
+    mmcv.__version__ = '1.7.0'
+    try:
+        import mmdet3d  # noqa: F401
+    finally:
+        mmcv.__version__ = true_version
+
+
+def _spconv_without_cuda() -> None:
+    """spconv 2.3.8 asks for a CUDA stream in its CPU backward and fails on a machine without a driver.
+
+    The stream handle is not used on the CPU: 0 is returned where the CUDA runtime has no device.
+    """
+    try:
+        import spconv.pytorch.functional as functional
+        import spconv.pytorch.ops as ops
+    except ImportError:
+        return
+    import torch
+    original = ops.get_current_stream
+
+    def current_stream() -> int:
+        return original() if torch.cuda.is_available() else 0
+
+    ops.get_current_stream = current_stream
+    if hasattr(functional, 'get_current_stream'):
+        functional.get_current_stream = current_stream

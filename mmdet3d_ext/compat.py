@@ -46,7 +46,8 @@ def _mmdet3d_accepts_mmcv_172() -> None:
     true_version = mmcv.__version__
     major, minor, *_ = (int(part) for part in true_version.split('.')[:2])
     if (major, minor) != (1, 7):
-        raise ImportError(f'mmdet3d_ext needs mmcv-full 1.7.x, found mmcv {true_version}. Install mmcv-full==1.7.2 (make install)')
+        raise ImportError(f'mmdet3d_ext needs mmcv-full 1.7.x, found mmcv {true_version}. '
+                          f'Install mmcv-full==1.7.2 (make install)')
     mmcv.__version__ = '1.7.0'
     try:
         import mmdet3d  # noqa: F401

@@ -17,7 +17,6 @@ from . import compat
 
 compat.apply()
 
-import mmcv.cnn.bricks.registry as mmcv_bricks  # noqa: E402
 import mmdet.core.bbox.builder as mmdet_bbox  # noqa: E402
 import mmdet.core.bbox.match_costs.builder as mmdet_cost  # noqa: E402
 import mmdet.datasets.builder as mmdet_data  # noqa: E402
@@ -111,7 +110,7 @@ class LayeredRegistry:
 
 @contextlib.contextmanager
 def profile(name: Optional[str]) -> Iterator[None]:
-    """Build under a compatibility profile: ``None`` (right by default) or ``'reference'`` (a trained checkpoint's numbers)."""
+    """Build under a compatibility profile: ``None`` (right by default) or ``'reference'`` (old checkpoints' numbers)."""
     if name not in PROFILES:
         raise ValueError(f'compat: unknown profile {name!r}, expected one of {PROFILES}')
     token = _PROFILE.set(name)
@@ -121,11 +120,10 @@ def profile(name: Optional[str]) -> Iterator[None]:
         _PROFILE.reset(token)
 
 
-MODELS = LayeredRegistry('model', [mmdet3d_models.BACKBONES, mmdet_models.BACKBONES, mmcv_bricks.MODELS]
-                         if hasattr(mmcv_bricks, 'MODELS') else [mmdet3d_models.BACKBONES, mmdet_models.BACKBONES],
-                         publish=mmdet3d_models.BACKBONES)
+MODELS = LayeredRegistry('model', [mmdet3d_models.BACKBONES, mmdet_models.BACKBONES], publish=mmdet3d_models.BACKBONES)
 DATASETS = LayeredRegistry('data set', [mmdet3d_data.DATASETS, mmdet_data.DATASETS], publish=mmdet3d_data.DATASETS)
-PIPELINES = LayeredRegistry('pipeline step', [mmdet3d_data.PIPELINES, mmdet_data.PIPELINES], publish=mmdet3d_data.PIPELINES)
+PIPELINES = LayeredRegistry('pipeline step', [mmdet3d_data.PIPELINES, mmdet_data.PIPELINES],
+                            publish=mmdet3d_data.PIPELINES)
 BBOX_ASSIGNERS = LayeredRegistry('box assigner', [mmdet_bbox.BBOX_ASSIGNERS], publish=mmdet_bbox.BBOX_ASSIGNERS)
 BBOX_CODERS = LayeredRegistry('box coder', [mmdet_bbox.BBOX_CODERS], publish=mmdet_bbox.BBOX_CODERS)
 MATCH_COSTS = LayeredRegistry('match cost', [mmdet_cost.MATCH_COST], publish=mmdet_cost.MATCH_COST)

@@ -1,4 +1,4 @@
-"""Test set-up: markers' conditions and the import path of ``tests/testing.py``."""
+"""Test set-up: the import path of ``tests/testing.py``, the version shims, and the condition of the ``gpu`` marker."""
 import sys
 from pathlib import Path
 
@@ -6,6 +6,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import mmdet3d_ext  # noqa: E402,F401  (the shims must be in place before a test imports mmdet3d)
 
 
 def pytest_collection_modifyitems(items):

@@ -55,24 +55,24 @@ class Installer:
     def steps(self):
         """(name, seconds it took on two cores, what to do if it fails, function, inputs of its key)."""
         return [
-            ('venv', 5, f'Is the venv module there (Debian: apt install python3-venv)? Remove {self.venv} and try again.',
+            ('venv', 5, f'Is the venv module there (Debian: apt install python3-venv)? Remove {self.venv}, try again.',
              self.make_venv, []),
             ('build-tools', 10, 'Is a package index reachable (pip download wheel)?', self.pip_file('build.txt'),
-             ['build.txt']),
+             ['build.txt', 'constraints.txt']),
             ('torch', 90, 'This downloads about 3 GB: check the network and the free disk (6 GB) and run it again.',
-             self.pip_file('torch.txt'), ['torch.txt']),
+             self.pip_file('torch.txt'), ['torch.txt', 'constraints.txt']),
             ('runtime', 90, 'See the log for the package that failed and run it again.', self.pip_file('runtime.txt'),
-             ['runtime.txt']),
+             ['runtime.txt', 'constraints.txt']),
             ('sparse-convolution', 10, 'spconv has wheels for Python 3.9 to 3.13 on x86-64 Linux only.', self.spconv,
              [f'cuda={self.cuda}']),
             ('open-mpi', 10, 'Install Open MPI by your package manager, or start training with torchrun instead.',
              self.open_mpi, [f'mpirun={shutil.which("mpirun")}']),
             ('mmcv-full', 400, 'A C++17 compiler is needed (g++ --version). Out of memory: set MAX_JOBS=1.', self.mmcv,
-             [f'cuda={self.cuda}', 'torch.txt']),
+             [f'cuda={self.cuda}', _pin('torch'), _pin('mmcv-full')]),
             ('openmmlab', 20, 'See the log for the package that failed and run it again.', self.openmmlab,
-             ['openmmlab.txt']),
+             ['openmmlab.txt', 'constraints.txt']),
             ('test-tools', 10, 'See the log for the package that failed and run it again.', self.pip_file('dev.txt'),
-             ['dev.txt']),
+             ['dev.txt', 'constraints.txt']),
             ('project', 60, 'A compiler error in csrc/: see the log. MMDET3D_EXT_FORCE_CPU=1 builds without CUDA.',
              self.project, [f'cuda={self.cuda}', *_sources()]),
             ('check', 10, 'An import failed: see the log, then run "make install" with REDO=all.', self.check,
@@ -82,18 +82,14 @@ class Installer:
     def run(self) -> int:
         """Run what is not done yet. Returns the exit code."""
         if not (3, 10) <= sys.version_info[:2] <= (3, 12):
-            print(f'install: Python 3.10 to 3.12 is needed (3.11 is the tested default), this is {sys.version.split()[0]}. '
-                  f'Name another one: make install PYTHON=python3.11', file=sys.stderr)
+            print(f'install: Python 3.10 to 3.12 is needed (3.11 is the tested default), this is '
+                  f'{sys.version.split()[0]}. Name another one: make install PYTHON=python3.11', file=sys.stderr)
             return 2
         done = self.read_state()
         steps = self.steps()
-        chain = hashlib.sha256(sys.version.encode())
         changed = False
         for number, (name, expected, advice, action, inputs) in enumerate(steps, 1):
             key = self.key(inputs)
-            if name in ('build-tools', 'torch', 'runtime', 'openmmlab', 'mmcv-full', 'test-tools', 'sparse-convolution'):
-                key += CONSTRAINTS_HASH
-            chain.update(key.encode())
             if done.get(name) == key and name not in self.redo and 'all' not in self.redo and self.python.exists():
                 continue
             changed = True
@@ -192,12 +188,24 @@ class Installer:
         return True
 
     def mmcv(self) -> None:
-        environment = dict(self.env)
-        self.env.update(MMCV_WITH_OPS='1', **({'FORCE_CUDA': '1'} if self.cuda else {}))
-        try:
-            self.pip('--no-build-isolation', '--no-deps', 'mmcv-full')
-        finally:
-            self.env = environment
+        """Build mmcv-full's ops, or take the wheel that was built before for this Python, torch and CUDA choice.
+
+        pip's own wheel cache knows nothing of torch: it would hand out a library built for another one.
+        """
+        cache = Path(os.environ.get('XDG_CACHE_HOME', Path.home() / '.cache')) / 'mmdet3d_ext' / 'wheels'
+        build = f'cp{sys.version_info[0]}{sys.version_info[1]}-{_pin("torch")}-{"cuda" if self.cuda else "cpu"}'
+        wheels = cache / build.replace('==', '-')
+        if not list(wheels.glob('mmcv_full-*.whl')):
+            environment = dict(self.env)
+            self.env.update(MMCV_WITH_OPS='1', **({'FORCE_CUDA': '1'} if self.cuda else {}))
+            try:
+                self.call(self.python, '-m', 'pip', 'wheel', '--no-cache-dir', '--no-build-isolation', '--no-deps',
+                          '--wheel-dir', wheels.with_suffix('.part'), _pin('mmcv-full'))
+            finally:
+                self.env = environment
+            shutil.rmtree(wheels, ignore_errors=True)
+            wheels.with_suffix('.part').rename(wheels)
+        self.pip('--no-deps', '--force-reinstall', '--no-index', *wheels.glob('mmcv_full-*.whl'))
 
     def openmmlab(self) -> None:
         self.pip('--no-build-isolation', '--no-deps', '-r', REQUIREMENTS / 'openmmlab.txt')
@@ -225,7 +233,9 @@ def _duration(seconds: float) -> str:
     return f'{seconds:.0f} s' if seconds < 100 else f'{seconds / 60:.1f} min'
 
 
-CONSTRAINTS_HASH = hashlib.sha256(CONSTRAINTS.read_bytes()).hexdigest()[:16] if CONSTRAINTS.exists() else ''
+def _pin(package: str) -> str:
+    """The line of constraints.txt that pins ``package``."""
+    return next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith(f'{package}=='))
 
 
 def main(argv=None) -> int:

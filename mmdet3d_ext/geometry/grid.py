@@ -46,7 +46,7 @@ def cell_count(lo: float, hi: float, step: float, name: str = 'grid') -> int:
     exact = (hi - lo) / step
     cells = int(round(exact))
     if cells < 1 or abs(exact - cells) > TOLERANCE_CELLS:
-        # Somebody who rounds a step by hand means the rounder count: 0.167 over 100 m is 598.8 cells, and 600 is meant.
+        # Who rounds a step by hand means the rounder count: 0.167 over 100 m is 598.8 cells, and 600 is meant.
         meant = _likely_count(exact)
         raise GridError(
             f'{name}: a step of {step} m does not divide the range [{lo}, {hi}] ({exact:.4f} cells). Write the step '

@@ -1,0 +1,104 @@
+"""The root keys that the framework reads, and the keys of the sections that no constructor checks.
+
+The registries check the arguments of everything with a ``type`` when it is built. This file covers the rest, so that a
+misspelt key is an error with the nearest known name at load time, not a setting that is silently ignored. A package that
+reads a new root key adds it with :func:`declare`, or here.
+"""
+from __future__ import annotations
+
+import inspect
+from typing import Any, Dict, FrozenSet, Mapping, Optional, Set
+
+from .errors import dotted
+
+# Root key (or dotted key of a section) -> keys of its section, or None where the section is free or not a mapping.
+KNOWN: Dict[str, Optional[FrozenSet[str]]] = {}
+
+# Old name -> name. The old one is accepted with a warning.
+ALIASES = {'total_epochs': 'max_epochs'}
+
+_PLAIN = '''
+seed deterministic cudnn_benchmark max_epochs max_iters load_from resume_from auto_resume run_dir work_dir compat
+dataset_type dataset_root gt_paste_stop_epoch reduce_beams load_dim use_dim load_augmented point_cloud_range voxel_size image_size
+augment2d augment3d object_classes map_classes input_modality radar_sweeps radar_use_dims radar_max_points
+train_pipeline test_pipeline val_pipeline evaluation_pipeline
+model optimizer lr_config momentum_config runner custom_hooks ema workflow sync_bn find_unused_parameters
+dist_backend dist_params launcher log_level opencv_num_threads mp_start_method num_threads amp guard
+save_best profiler gpu_ids device
+'''
+_SECTIONS = {
+    'data': 'samples_per_gpu workers_per_gpu persistent_workers prefetch_factor pin_memory train val test '
+            'train_dataloader val_dataloader test_dataloader',
+    'checkpoint_config': 'interval by_epoch max_keep_ckpts save_optimizer save_last out_dir create_symlink filename_tmpl '
+                         'file_client_args sync_buffer type meta',
+    'log_config': 'interval hooks',
+    'evaluation': 'interval pipeline start by_epoch save_best rule metric metrics metric_options dynamic_intervals '
+                  'eval out_dir jsonfile_prefix show gpu_collect less_keys greater_keys thresholds before_train num_samples',
+    'fp16': 'enabled dtype loss_scale growth_interval init_scale',
+    'optimizer_config': 'type grad_clip cumulative_iters detect_anomalous_params loss_scale distributed coalesce '
+                        'bucket_size_mb',
+    'fp16.loss_scale': 'init_scale growth_factor backoff_factor growth_interval enabled',
+    'optimizer_config.grad_clip': 'max_norm norm_type error_if_nonfinite',
+}
+
+
+def declare(key: str, children: Optional[Any] = None) -> None:
+    """Make ``key`` known: a root key, or the dotted key of a section. ``children``: the names allowed in it, or None for anything."""
+    KNOWN[key] = None if children is None else frozenset(children)
+
+
+for _key in _PLAIN.split():
+    declare(_key)
+for _key, _children in _SECTIONS.items():
+    declare(_key, _children.split())
+
+
+def constructor_arguments(kind: Any) -> Optional[Set[str]]:
+    """Arguments that the class registered as ``kind`` takes, ``**kwargs`` followed to the base classes.
+
+    None if no registry (ours, mmdet3d's, mmdet's, mmcv's; optimizers and hooks too) knows the name or the stack is not installed.
+    """
+    if not isinstance(kind, str):
+        return None
+    try:
+        import mmcv.runner as runner
+
+        import mmdet3d_ext  # noqa: F401  (fills the registries)
+        from mmdet3d_ext import registry
+        layers = [value for value in vars(registry).values() if isinstance(value, registry.LayeredRegistry)]
+        registries = [*layers, runner.HOOKS, runner.RUNNERS, runner.OPTIMIZERS, runner.OPTIMIZER_BUILDERS]
+    except ImportError:
+        return None
+    for known in registries:
+        cls = known.get(kind)
+        if cls is not None:
+            return _arguments(cls)
+    return None
+
+
+def _arguments(cls: type) -> Set[str]:
+    names: Set[str] = set()
+    for base in inspect.getmro(cls) if inspect.isclass(cls) else (cls,):
+        call = base.__dict__.get('__init__') if inspect.isclass(base) else base
+        if call is None:
+            continue
+        try:
+            parameters = inspect.signature(call).parameters.values()
+        except (TypeError, ValueError):
+            break
+        names.update(p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            break
+    return names - {'self'}
+
+
+def allowed_children(path: tuple, node: Mapping[str, Any]) -> Set[str]:
+    """Names that the mapping at ``path`` may hold: those present, its section's, and its ``type``'s constructor arguments."""
+    names = {str(key) for key in node}
+    if not path:
+        return names | {key for key in KNOWN if '.' not in key} | set(ALIASES)
+    names |= KNOWN.get(dotted(path)) or frozenset()
+    kind = node.get('type')
+    if kind is not None:
+        names |= constructor_arguments(kind) or set()
+    return names

@@ -21,8 +21,8 @@ ROOT_FOLDER = 'configs'
 class ConfigNode(dict):
     """A mapping of a configuration, whose keys are attributes too (``node.optimizer.lr``).
 
-    dict's own methods win over keys of the same name (``node['items']``). A missing attribute is an ``AttributeError`` that names
-    the full key and the nearest one. Assigned attributes become keys; mappings inside lists are nodes as well.
+    dict's own methods win over keys of the same name (``node['items']``). A missing attribute is an ``AttributeError`` that
+    names the full key and the nearest one. Assigned attributes become keys; mappings inside lists are nodes as well.
     """
 
     def __init__(self, data: Mapping[Any, Any] = (), path: Path = ()):
@@ -141,7 +141,8 @@ def load_config(path: str, overrides: Optional[Iterable[str]] = None, allow_new:
         allow_new: accept overrides of keys that neither the files nor the schema know.
 
     Raises:
-        ConfigError: naming file, line and key, for a missing or invalid file, an unknown key, a bad override, or a bad expression.
+        ConfigError: naming file, line and key, for a missing or invalid file, an unknown key, a bad override, or a bad
+            expression.
     """
     leaf = os.path.abspath(os.path.expanduser(os.fspath(path)))
     files = inheritance(leaf)
@@ -260,7 +261,7 @@ def _apply_overrides(tree: Dict[str, Any], sources: Dict[Path, Source], words: L
 
     # Inside an expression's result only after everything that the expression may refer to has been set.
     for override in sorted(chosen, key=lambda item: _crosses_expression(tree, item.path)):
-        path, _ = override_rules.apply(tree, override, allow_new or flag, opened)
+        path = override_rules.apply(tree, override, allow_new or flag, opened)
         _replace_sources(sources, path, {path: Source(COMMAND_LINE)})
 
 
@@ -279,8 +280,8 @@ def _refuse_unknown_roots(tree: Mapping[str, Any], sources: Mapping[Path, Source
     known = [*(key for key in schema.KNOWN if '.' not in key), *(key for key in tree if key in used)]
     for key in unknown:
         if key not in used:
-            raise ConfigError(f'{sources[(key,)]}: unknown key {key!r}{hint(key, known)} (nothing reads it, no expression uses it; '
-                              f'a helper may be called _{key})')
+            raise ConfigError(f'{sources[(key,)]}: unknown key {key!r}{hint(key, known)} (nothing reads it and no expression '
+                              f'uses it; a helper may be called _{key})')
     for section, children in schema.KNOWN.items():
         path = _split(section)
         node = _walk(tree, path)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import warnings
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
 
 from .errors import ConfigError, Key, Path, dotted, hint
@@ -95,11 +96,17 @@ def spans(text: str) -> List[Tuple[int, int, str]]:
     return found
 
 
+def _parse(expression: str) -> ast.Expression:
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore', SyntaxWarning)  # Python's remarks on style, such as "1if x"
+        return ast.parse(expression.replace('\n', ' ').strip(), mode='eval')
+
+
 def names_in(text: str) -> Iterator[str]:
     """Root names that the expressions in ``text`` refer to (none from an expression that cannot be parsed)."""
     try:
         for _, _, expression in spans(text):
-            for node in ast.walk(ast.parse(expression.strip(), mode='eval')):
+            for node in ast.walk(_parse(expression)):
                 if isinstance(node, ast.Name):
                     yield node.id
     except (ExpressionError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -223,7 +230,7 @@ class Resolver:
         if len(expression) > MAX_TEXT:
             raise ExpressionError(f'longer than {MAX_TEXT} characters')
         try:
-            tree = ast.parse(expression.strip(), mode='eval')
+            tree = _parse(expression)
         except (SyntaxError, ValueError, MemoryError) as error:
             message = error.msg if isinstance(error, SyntaxError) else str(error)
             raise ExpressionError(f'not an expression: {message}') from None

@@ -1,8 +1,8 @@
 """Command-line overrides: ``--a.b.c value``, ``--a.b.c=value``, ``a.b.c=value``, ``--train_pipeline.3.prob 0.5``.
 
-A value is typed: numbers (``1e-4`` too), ``true``/``false``/``null`` and ``True``/``False``/``None``, lists and mappings in Python's or YAML's
-spelling, ``${...}`` expressions; anything else is text. A list may be spread over several words, as happens
-when a launcher strips the quotes: ``--voxel_size [0.1, 0.1, 0.2]``.
+A value is typed: numbers (``1e-4`` too), ``true``/``false``/``null`` and ``True``/``False``/``None``, lists and mappings in
+Python's or YAML's spelling, ``${...}`` expressions; anything else is text. A list may be spread over several words, as
+happens when a launcher strips the quotes: ``--voxel_size [0.1, 0.1, 0.2]``.
 """
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def read_value(override: Override, current: Any) -> Any:
 
 
 def apply(tree: Dict[str, Any], override: Override, allow_new: bool,
-          open_expression: Callable[[Path, str], Any]) -> Tuple[Path, Any]:
+          open_expression: Callable[[Path, str], Any]) -> Path:
     """Set one override in ``tree``.
 
     Args:
@@ -139,7 +139,7 @@ def apply(tree: Dict[str, Any], override: Override, allow_new: bool,
         open_expression: gives the value of an expression at a path, for an override of something inside it.
 
     Returns:
-        The path that was set and its value.
+        The path that was set.
 
     Raises:
         ConfigError: naming the key, for an unknown key (with the nearest known one), a list index outside the list, or a
@@ -147,23 +147,24 @@ def apply(tree: Dict[str, Any], override: Override, allow_new: bool,
     """
     node: Any = tree
     path = tuple(schema.ALIASES.get(part, part) if index == 0 else part for index, part in enumerate(override.path))
-    for depth, key in enumerate(path[:-1]):
-        parent, node = node, _child(node, path[:depth], key, override, allow_new)
+    here: Path = ()
+    for key in path[:-1]:
+        key = _index(node, key, override)
+        parent, node = node, _child(node, here, key, override, allow_new)
+        here = (*here, key)
         if isinstance(node, str) and '${' in node:
-            node = open_expression(path[:depth + 1], node)
-        if node is None and (allow_new or _declared(path[:depth + 1])):
+            node = open_expression(here, node)
+        if node is None and (allow_new or _declared(here)):
             node = {}
         if not isinstance(node, (dict, list)):
-            raise ConfigError(f'{COMMAND_LINE}: {override.flag}: {dotted(path[:depth + 1])!r} is {node!r}, it has no keys')
-        parent[_index(parent, key, override)] = node
-    last = path[-1]
-    if isinstance(node, list):
-        last = _index(node, last, override)
-    elif last not in node:
-        last = _known_key(node, path[:-1], last, override, allow_new)
+            raise ConfigError(f'{COMMAND_LINE}: {override.flag}: {dotted(here)!r} is {node!r}, it has no keys')
+        parent[key] = node
+    last = _index(node, path[-1], override)
+    if isinstance(node, dict) and last not in node:
+        _check_new(node, here, last, override, allow_new)
     current = node[last] if isinstance(node, list) else node.get(last)
     node[last] = read_value(override, current)
-    return (*path[:-1], last), node[last]
+    return (*here, last)
 
 
 def _declared(path: Path) -> bool:
@@ -171,15 +172,14 @@ def _declared(path: Path) -> bool:
 
 
 def _child(node: Any, path: Path, key: Key, override: Override, allow_new: bool) -> Any:
-    if isinstance(node, list):
-        return node[_index(node, key, override)]
-    if key not in node:
-        _known_key(node, path, key, override, allow_new)
+    if isinstance(node, dict) and key not in node:
+        _check_new(node, path, key, override, allow_new)
         return {}
     return node[key]
 
 
 def _index(node: Any, key: Key, override: Override) -> Key:
+    """``key`` as it indexes ``node``: itself in a mapping, a checked position from 0 in a list."""
     if not isinstance(node, list):
         return key
     if not isinstance(key, int):
@@ -189,11 +189,11 @@ def _index(node: Any, key: Key, override: Override) -> Key:
     return key % len(node)
 
 
-def _known_key(node: Dict[Any, Any], path: Path, key: Key, override: Override, allow_new: bool) -> Key:
-    """``key`` if it may be added to the mapping ``node`` at ``path``."""
+def _check_new(node: Dict[Any, Any], path: Path, key: Key, override: Override, allow_new: bool) -> None:
+    """Refuse a ``key`` that may not be added to the mapping ``node`` at ``path``."""
     allowed = schema.allowed_children(path, node)
     if allow_new or str(key) in allowed:
-        return key
+        return
     where = f'in {dotted(path)!r}' if path else 'at the top'
     raise ConfigError(f'{COMMAND_LINE}: {override.flag}: unknown key {str(key)!r} {where}{hint(key, allowed, path)} '
                       f'({ALLOW_NEW} adds new keys)')

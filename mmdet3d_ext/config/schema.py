@@ -19,12 +19,11 @@ ALIASES = {'total_epochs': 'max_epochs'}
 
 _PLAIN = '''
 seed deterministic cudnn_benchmark max_epochs max_iters load_from resume_from auto_resume run_dir work_dir compat
-dataset_type dataset_root gt_paste_stop_epoch reduce_beams load_dim use_dim load_augmented point_cloud_range voxel_size image_size
-augment2d augment3d object_classes map_classes input_modality radar_sweeps radar_use_dims radar_max_points
-train_pipeline test_pipeline val_pipeline evaluation_pipeline
-model optimizer lr_config momentum_config runner custom_hooks ema workflow sync_bn find_unused_parameters
-dist_backend dist_params launcher log_level opencv_num_threads mp_start_method num_threads amp guard
-save_best profiler gpu_ids device
+dataset_type dataset_root gt_paste_stop_epoch reduce_beams load_dim use_dim load_augmented point_cloud_range
+voxel_size image_size augment2d augment3d object_classes map_classes input_modality radar_sweeps radar_use_dims
+radar_max_points train_pipeline test_pipeline val_pipeline evaluation_pipeline model optimizer lr_config
+momentum_config runner custom_hooks ema workflow sync_bn find_unused_parameters dist_backend dist_params launcher
+log_level opencv_num_threads mp_start_method num_threads amp guard save_best profiler gpu_ids device
 '''
 _SECTIONS = {
     'data': 'samples_per_gpu workers_per_gpu persistent_workers prefetch_factor pin_memory train val test '
@@ -43,7 +42,10 @@ _SECTIONS = {
 
 
 def declare(key: str, children: Optional[Any] = None) -> None:
-    """Make ``key`` known: a root key, or the dotted key of a section. ``children``: the names allowed in it, or None for anything."""
+    """Make ``key`` known: a root key, or the dotted key of a section.
+
+    ``children``: the names allowed in it, or None for anything.
+    """
     KNOWN[key] = None if children is None else frozenset(children)
 
 
@@ -56,7 +58,8 @@ for _key, _children in _SECTIONS.items():
 def constructor_arguments(kind: Any) -> Optional[Set[str]]:
     """Arguments that the class registered as ``kind`` takes, ``**kwargs`` followed to the base classes.
 
-    None if no registry (ours, mmdet3d's, mmdet's, mmcv's; optimizers and hooks too) knows the name or the stack is not installed.
+    None if no registry (ours, mmdet3d's, mmdet's, mmcv's; optimizers and hooks too) knows the name, or the stack is not
+    installed.
     """
     if not isinstance(kind, str):
         return None

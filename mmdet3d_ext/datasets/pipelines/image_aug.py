@@ -1,0 +1,231 @@
+"""Image resizing, cropping, flipping, rotation; normalisation; GridMask."""
+from __future__ import annotations
+
+from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from PIL import Image
+
+from ...geometry.transforms import image_augmentation
+from ...registry import PIPELINES
+from .common import as_rgb_array, check_compat
+
+
+class ImageDraw(NamedTuple):
+    """One image's augmentation: drawn ``scale``, new ``size`` (W, H), ``crop`` corner (left, top), ``flip``, ``degrees``."""
+
+    scale: float
+    size: Tuple[int, int]
+    crop: Tuple[int, int]
+    flip: bool
+    degrees: float
+
+
+@PIPELINES.register_module()
+class ImageAug3D:
+    """Resize, crop to ``final_dim``, flip and rotate each camera image by a draw of its own, and record ``img_aug_matrix``.
+
+    Draw order per image from numpy's global generator: scale, bottom crop fraction, left crop fraction, flip (only if
+    ``rand_flip``), angle. Test mode draws nothing: mean scale, mean bottom crop, horizontally centred, no flip, no turn.
+    Resizing is Pillow's bicubic (the filter of the published models); the rotation takes the nearest pixel; what lies
+    outside the image is black. The result is a list of (H, W, 3) uint8 arrays.
+
+    ``img_aug_matrix`` (N matrices, 4x4 float32) maps pixel positions (u, v, depth, 1) of the original image to the new one,
+    multiplied from the left to what is already there. The image is resized to whole pixels (``int(W * scale)``), and the
+    matrix holds what was really done; with ``compat='reference'`` it holds the drawn scale (up to a pixel off at the far
+    edge).
+
+    Args:
+        final_dim: (H, W) of the result.
+        resize_lim: (low, high) scale. bot_pct_lim: (low, high) fraction of the resized height cut off at the bottom.
+        rot_lim: (low, high) degrees, counter-clockwise as seen. rand_flip: flip with probability 1/2.
+        is_train: whether to draw.
+    """
+
+    def __init__(self, final_dim: Sequence[int], resize_lim: Sequence[float], bot_pct_lim: Sequence[float],
+                 rot_lim: Sequence[float], rand_flip: bool, is_train: bool, compat: Optional[str] = None):
+        self.compat = check_compat(compat, self)
+        if len(final_dim) != 2 or min(final_dim) < 1:
+            raise ValueError(f'ImageAug3D: final_dim is (height, width) in pixels, got {final_dim!r}')
+        for name, limits in (('resize_lim', resize_lim), ('bot_pct_lim', bot_pct_lim), ('rot_lim', rot_lim)):
+            if len(limits) != 2 or limits[0] > limits[1]:
+                raise ValueError(f'ImageAug3D: {name} is (low, high), got {limits!r}')
+        if resize_lim[0] <= 0:
+            raise ValueError(f'ImageAug3D: resize_lim must be positive, got {resize_lim!r}')
+        self.final_dim = (int(final_dim[0]), int(final_dim[1]))
+        self.resize_lim = tuple(resize_lim)
+        self.bot_pct_lim = tuple(bot_pct_lim)
+        self.rot_lim = tuple(rot_lim)
+        self.rand_flip = rand_flip
+        self.is_train = is_train
+
+    def draw(self, width: int, height: int) -> ImageDraw:
+        """The augmentation of the next image of this size (pixels)."""
+        final_height, final_width = self.final_dim
+        scale = np.random.uniform(*self.resize_lim) if self.is_train else float(np.mean(self.resize_lim))
+        size = (int(width * scale), int(height * scale))
+        if min(size) < 1:
+            raise ValueError(f'ImageAug3D: a {width}x{height} image at scale {scale:g} has no pixel left')
+        bottom = np.random.uniform(*self.bot_pct_lim) if self.is_train else float(np.mean(self.bot_pct_lim))
+        top = int((1 - bottom) * size[1]) - final_height
+        slack = max(0, size[0] - final_width)
+        if not self.is_train:
+            return ImageDraw(scale, size, (int(slack / 2), top), False, 0.0)
+        left = int(np.random.uniform(0, slack))
+        flip = bool(self.rand_flip and np.random.choice([0, 1]))
+        return ImageDraw(scale, size, (left, top), flip, float(np.random.uniform(*self.rot_lim)))
+
+    def apply(self, image: Image.Image, draw: ImageDraw) -> np.ndarray:
+        """``(H, W, 3)`` uint8 of the augmented image."""
+        final_height, final_width = self.final_dim
+        left, top = draw.crop
+        image = image.resize(draw.size, Image.BICUBIC)
+        image = image.crop((left, top, left + final_width, top + final_height))
+        if draw.flip:
+            image = image.transpose(Image.FLIP_LEFT_RIGHT)
+        if draw.degrees:
+            image = image.rotate(draw.degrees)
+        return np.array(image)  # a writable copy
+
+    def matrix(self, width: int, height: int, draw: ImageDraw) -> np.ndarray:
+        """``augmented_from_image`` (4, 4) float64 for an original image of this size."""
+        scale = (draw.size[0] / width, draw.size[1] / height)
+        if self.compat == 'reference':
+            scale = (draw.scale, draw.scale)
+        return image_augmentation(scale, draw.crop, self.final_dim, draw.flip, draw.degrees)
+
+    def __call__(self, data: Dict[str, Any]) -> Dict[str, Any]:
+        if data.get('img') is None:
+            return data
+        images, matrices = [], []
+        before = data.get('img_aug_matrix') or [np.eye(4)] * len(data['img'])
+        for image, earlier in zip(data['img'], before):
+            if not isinstance(image, Image.Image):
+                image = Image.fromarray(as_rgb_array(image))
+            width, height = image.size
+            draw = self.draw(width, height)
+            images.append(self.apply(image, draw))
+            matrices.append((self.matrix(width, height, draw) @ np.asarray(earlier, np.float64)).astype(np.float32))
+        data['img'] = images
+        data['img_aug_matrix'] = matrices
+        data['img_shape'] = data['pad_shape'] = (self.final_dim[1], self.final_dim[0])
+        return data
+
+
+@PIPELINES.register_module()
+class ImageNormalize:
+    """Images to float32 tensors (3, H, W): ``(x / 255 - mean) / std`` per RGB channel; ``img_norm_cfg`` says what was done.
+
+    Args:
+        mean, std: per channel, on the 0..1 scale.
+        keep_uint8: only reorder to (3, H, W) uint8 and leave the arithmetic to the model (a quarter of the memory to move;
+            the model must apply ``img_norm_cfg``).
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], keep_uint8: bool = False):
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise ValueError(f'ImageNormalize: mean and std are three values for R, G, B with std > 0, got {mean}, {std}')
+        if max(mean) > 1:
+            raise ValueError(f'ImageNormalize: mean and std are on the 0..1 scale, got mean {list(mean)}; divide by 255')
+        self.mean = tuple(float(m) for m in mean)
+        self.std = tuple(float(s) for s in std)
+        self.keep_uint8 = keep_uint8
+
+    def __call__(self, data: Dict[str, Any]) -> Dict[str, Any]:
+        if data.get('img') is None:
+            return data
+        mean = torch.tensor(self.mean).view(3, 1, 1)
+        std = torch.tensor(self.std).view(3, 1, 1)
+        images = []
+        for image in data['img']:
+            array = as_rgb_array(image)
+            if array.dtype != np.uint8:
+                raise TypeError(f'ImageNormalize: expected uint8 images, got {array.dtype}; is it in the pipeline twice?')
+            tensor = torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1)))
+            images.append(tensor if self.keep_uint8 else tensor.float().div_(255).sub_(mean).div_(std))
+        data['img'] = images
+        data['img_norm_cfg'] = dict(mean=self.mean, std=self.std, to_rgb=True, applied=not self.keep_uint8)
+        return data
+
+
+@PIPELINES.register_module()
+class GridMask:
+    """Blank a regular grid of stripes in all images of a sample (the same mask for each camera).
+
+    Chen et al., "GridMask Data Augmentation" (arXiv:2001.04086). Works on (H, W, 3) arrays before ImageNormalize (blank =
+    black) and on (3, H, W) tensors after it (blank = the mean colour). Every draw comes from numpy's global generator.
+
+    Args:
+        use_h, use_w: stripes along the height / the width.
+        max_epoch: the probability grows linearly to ``prob`` in this epoch (unless ``fixed_prob``).
+        rotate: angles 0 .. rotate - 1 degrees are drawn.
+        offset: fill blanks with noise of [-1, 1] instead of zero (after ImageNormalize only).
+        ratio: part of the period that one stripe takes (1: random).
+        mode: 0 blanks the stripes, 1 keeps only them.
+        prob: probability to act.
+        fixed_prob: the same probability in every epoch.
+    """
+
+    def __init__(self, use_h: bool, use_w: bool, max_epoch: int, rotate: int = 1, offset: bool = False, ratio: float = 0.5,
+                 mode: int = 0, prob: float = 1.0, fixed_prob: bool = False):
+        if mode not in (0, 1):
+            raise ValueError(f'GridMask: mode must be 0 or 1, got {mode!r}')
+        self.use_h = use_h
+        self.use_w = use_w
+        self.max_epoch = max_epoch
+        self.rotate = rotate
+        self.offset = offset
+        self.ratio = ratio
+        self.mode = mode
+        self.final_prob = prob
+        self.prob = prob
+        self.fixed_prob = fixed_prob
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the step the epoch (from 0), for the growing probability."""
+        if not self.fixed_prob:
+            self.prob = self.final_prob * min(1.0, epoch / max(1, self.max_epoch))
+
+    def mask(self, height: int, width: int) -> np.ndarray:
+        """A drawn ``(H, W)`` uint8 mask, 0 where to blank."""
+        padded_height, padded_width = int(1.5 * height), int(1.5 * width)  # room to rotate
+        period = np.random.randint(2, max(3, min(height, width)))
+        if self.ratio == 1:
+            stripe = np.random.randint(1, period)
+        else:
+            stripe = min(max(int(period * self.ratio + 0.5), 1), period - 1)
+        mask = np.ones((padded_height, padded_width), np.uint8)
+        start_h, start_w = np.random.randint(period), np.random.randint(period)
+        if self.use_h:
+            mask[(np.arange(padded_height) - start_h) % period < stripe] = 0
+        if self.use_w:
+            mask[:, (np.arange(padded_width) - start_w) % period < stripe] = 0
+        degrees = np.random.randint(max(1, self.rotate))
+        if degrees:
+            mask = np.asarray(Image.fromarray(mask).rotate(degrees))
+        top, left = (padded_height - height) // 2, (padded_width - width) // 2
+        mask = mask[top:top + height, left:left + width]
+        return 1 - mask if self.mode == 1 else mask
+
+    def __call__(self, data: Dict[str, Any]) -> Dict[str, Any]:
+        if data.get('img') is None or np.random.rand() >= self.prob:
+            return data
+        first = data['img'][0]
+        channels_first = isinstance(first, torch.Tensor)
+        if not channels_first:
+            data['img'] = [as_rgb_array(image) for image in data['img']]
+            first = data['img'][0]
+        height, width = first.shape[1:] if channels_first else first.shape[:2]
+        mask = self.mask(height, width)
+        noise = None
+        if self.offset:
+            if not channels_first:
+                raise ValueError('GridMask: offset=True fills with noise around zero; put it after ImageNormalize')
+            noise = torch.from_numpy(2 * (np.random.rand(height, width) - 0.5) * (1 - mask)).to(first.dtype)
+        if channels_first:
+            keep = torch.from_numpy(np.ascontiguousarray(mask))
+            data['img'] = [image * keep.to(image.dtype) + (0 if noise is None else noise) for image in data['img']]
+        else:
+            data['img'] = [image * mask[:, :, None].astype(image.dtype) for image in data['img']]
+        return data

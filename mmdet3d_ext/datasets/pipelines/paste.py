@@ -1,0 +1,106 @@
+"""Pasting of database objects into the scene ("ground-truth sampling", Yan et al., SECOND, 2018)."""
+from __future__ import annotations
+
+from typing import Any, Dict, Mapping, Optional, Union
+
+import numpy as np
+import torch
+from mmdet3d.core.bbox import LiDARInstance3DBoxes
+
+from ...registry import PIPELINES
+from .common import require, warn_once
+
+
+def points_in_boxes(points: np.ndarray, boxes: LiDARInstance3DBoxes) -> np.ndarray:
+    """Mask ``(P,)``: inside (or on the surface of) at least one of the boxes.
+
+    Args:
+        points: (P, >= 3) in the lidar frame, metres.
+        boxes: bottom-centre boxes (x, y, z_bottom, dx, dy, dz, yaw counter-clockwise).
+    """
+    inside = np.zeros(len(points), dtype=bool)
+    xyz = np.asarray(points)[:, :3]
+    for x, y, z, dx, dy, dz, yaw in boxes.tensor[:, :7].numpy().astype(np.float64):
+        # A cheap square first: most of a scene's points are far from any one box.
+        reach = np.hypot(dx, dy) / 2 + 1e-3
+        near = np.flatnonzero((np.abs(xyz[:, 0] - x) <= reach) & (np.abs(xyz[:, 1] - y) <= reach))
+        offset = xyz[near].astype(np.float64) - (x, y, z)
+        along = offset[:, 0] * np.cos(yaw) + offset[:, 1] * np.sin(yaw)
+        across = -offset[:, 0] * np.sin(yaw) + offset[:, 1] * np.cos(yaw)
+        inside[near] |= ((np.abs(along) <= dx / 2) & (np.abs(across) <= dy / 2) & (offset[:, 2] >= 0) & (offset[:, 2] <= dz))
+    return inside
+
+
+@PIPELINES.register_module()
+class ObjectPaste:
+    """Paste objects of the ground-truth database: their points come first, scene points inside their boxes are removed.
+
+    Active in epochs 0 .. ``stop_epoch - 1``: paste *until* that epoch, then fine-tune on unaltered scenes. Images are not
+    changed, so a camera cannot see a pasted object; without points there is nothing to paste, and the step passes the sample
+    on with a warning.
+
+    Args:
+        db_sampler: configuration of :class:`mmdet3d_ext.datasets.db_sampler.DataBaseSampler` (``type`` may be left out), or an
+            object with ``sample_all(gt_boxes, gt_labels) -> None or dict(gt_bboxes_3d, gt_labels_3d, points)``.
+        sample_2d: pasting of image patches; not supported.
+        stop_epoch: first epoch without pasting; ``None``: never stop; 0 or below: never paste.
+    """
+
+    def __init__(self, db_sampler: Union[Mapping[str, Any], Any], sample_2d: bool = False, stop_epoch: Optional[int] = None):
+        if sample_2d:
+            raise ValueError('ObjectPaste: sample_2d=True is not supported')
+        self.stop_epoch = stop_epoch
+        self.epoch = 0
+        # A disabled step must not need the database on disk.
+        self.db_sampler = None if stop_epoch is not None and stop_epoch <= 0 else _build_sampler(db_sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the step the epoch (from 0)."""
+        self.epoch = epoch
+
+    @property
+    def active(self) -> bool:
+        """Whether this epoch pastes."""
+        return self.db_sampler is not None and (self.stop_epoch is None or self.epoch < self.stop_epoch)
+
+    def __call__(self, data: Dict[str, Any]) -> Dict[str, Any]:
+        if not self.active:
+            return data
+        if data.get('points') is None:
+            warn_once('ObjectPaste: the pipeline loads no points, so no object is pasted (a camera would not see it)')
+            return data
+        boxes = require(data, 'gt_bboxes_3d', self, 'put LoadAnnotations3D before ObjectPaste')
+        labels = np.asarray(require(data, 'gt_labels_3d', self, 'put LoadAnnotations3D before ObjectPaste'), dtype=np.int64)
+        sampled = self.db_sampler.sample_all(boxes, labels)
+        if sampled is None or not len(sampled['gt_labels_3d']):
+            return data
+        pasted = sampled['gt_bboxes_3d']
+        if not isinstance(pasted, LiDARInstance3DBoxes):
+            pasted = boxes.new_box(np.asarray(pasted, dtype=np.float32))
+        if pasted.tensor.shape[1] != boxes.tensor.shape[1]:
+            raise ValueError(f'ObjectPaste: the database has boxes of {pasted.tensor.shape[1]} values, the sample of '
+                             f'{boxes.tensor.shape[1]} (velocity on one side only); make both with the same create_data run')
+        points = data['points']
+        new_points = sampled['points']
+        new_points = new_points.tensor if hasattr(new_points, 'tensor') else torch.as_tensor(new_points, dtype=torch.float32)
+        if new_points.shape[1] != points.tensor.shape[1]:
+            raise ValueError(f'ObjectPaste: database points have {new_points.shape[1]} columns, the scene has '
+                             f'{points.tensor.shape[1]}; set points_loader.use_dim to match')
+        scene = points.tensor[torch.from_numpy(~points_in_boxes(points.tensor.numpy(), pasted))]
+        data['points'] = points.new_point(torch.cat([new_points, scene]))
+        data['gt_bboxes_3d'] = boxes.new_box(torch.cat([boxes.tensor, pasted.tensor]))
+        data['gt_labels_3d'] = np.concatenate([labels, np.asarray(sampled['gt_labels_3d'], dtype=np.int64)])
+        return data
+
+
+def _build_sampler(config: Any) -> Any:
+    if not isinstance(config, Mapping):
+        if not hasattr(config, 'sample_all'):
+            raise TypeError(f'ObjectPaste: db_sampler must be a mapping or have sample_all(), got {type(config).__name__}')
+        return config
+    args = dict(config)
+    kind = args.pop('type', 'DataBaseSampler')
+    if kind != 'DataBaseSampler':
+        raise KeyError(f"ObjectPaste: unknown db_sampler type {kind!r}, expected 'DataBaseSampler'")
+    from ..db_sampler import DataBaseSampler  # late: it builds its points_loader from this package's registry
+    return DataBaseSampler(**args)

@@ -1,0 +1,4 @@
+"""The top-level models."""
+from .bevfusion import BEVFusion
+
+__all__ = ['BEVFusion']

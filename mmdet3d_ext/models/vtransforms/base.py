@@ -1,0 +1,256 @@
+"""Lift-splat view transforms: what all of them share.
+
+Letters: B batch, N cameras, D depth bins, C context channels, H/W image feature, X/Y BEV cells, Z height bins.
+Frames: pixels (u right, v down) of the augmented image; camera (x right, y down, z forward); lidar (x right, y forward,
+z up) after the BEV augmentation.
+"""
+from __future__ import annotations
+
+from typing import List, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ... import ops
+from ...geometry.grid import Axis, AxisSpec, BevGrid
+from .depth_map import affine, draw_depth, expand_heights
+
+GRID_NAMES = ('dx', 'bx', 'nx', 'frustum')
+
+
+def make_frustum(image_size: Sequence[int], feature_size: Sequence[int], depths: Axis, compat: Optional[str]) -> torch.Tensor:
+    """(D, H, W, 3) pixel positions (u, v) and depth in metres of every feature and depth bin.
+
+    A feature stands for the middle of the pixels that it covers: stride 8 starts at 4, 12, 20 ... Under the
+    ``'reference'`` profile positions run from 0 to the last pixel in equal steps instead, which is up to half a feature
+    off; trained checkpoints depend on it. A depth bin is represented by its near edge in both.
+    """
+    sides = []
+    for pixels, count in zip(image_size, feature_size, strict=True):
+        if compat == 'reference':
+            sides.append(torch.linspace(0, pixels - 1, count))
+        else:
+            sides.append((torch.arange(count) + 0.5) * (pixels / count))
+    d = (depths.lo + torch.arange(depths.cells, dtype=torch.float64) * depths.step).float()
+    d, v, u = torch.meshgrid(d, sides[0].float(), sides[1].float(), indexing='ij')
+    return torch.stack([u, v, d], -1)
+
+
+def bev_downsample(channels: int, factor: int) -> nn.Module:
+    """Three 3x3 convolutions, the middle one with stride ``factor``; nothing for a factor of 1."""
+    if factor == 1:
+        return nn.Identity()
+    layers = []
+    for stride in (1, factor, 1):
+        layers += [nn.Conv2d(channels, channels, 3, stride=stride, padding=1, bias=False), nn.BatchNorm2d(channels),
+                   nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers)
+
+
+def _brief(tensor: torch.Tensor) -> list:
+    """The three values of a grid constant; of a larger tensor the shape."""
+    return tensor.tolist() if tensor.numel() <= 3 else list(tensor.shape)
+
+
+class BaseTransform(nn.Module):
+    """Geometry, pooling and the grid constants. Subclasses predict depth and context (:meth:`depth_and_context`).
+
+    Args:
+        in_channels: channels of the image features.
+        out_channels: C; the BEV map has C * Z channels, height bin by height bin.
+        image_size: (height, width) of the augmented images in pixels.
+        feature_size: (H, W) of the image features.
+        xbound, ybound, zbound: pooling grid in metres, lidar frame: ``[lower, upper, step]`` or ``{range, cells}``.
+        dbound: depth bins in metres, same form.
+        downsample: stride of the convolutions after pooling (1: none). The cell counts must be divisible by it.
+        compat: ``'reference'`` for trained BEVFusion checkpoints: cells are truncated toward zero rather than floored,
+            and the frustum has that project's pixel positions (:func:`make_frustum`).
+
+    The state dict holds ``dx, bx, nx, frustum`` because published checkpoints do. They are this configuration's and are
+    never overwritten on loading. What the last loaded checkpoint said is kept in :attr:`grid_not_loaded`: state-dict
+    name -> ``{checkpoint, model, differs}`` (three values, or the shape of a frustum).
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, image_size: Sequence[int], feature_size: Sequence[int],
+                 xbound: AxisSpec, ybound: AxisSpec, zbound: AxisSpec, dbound: AxisSpec, downsample: int = 1,
+                 compat: Optional[str] = None):
+        super().__init__()
+        name = type(self).__name__
+        for key, value in (('image_size', image_size), ('feature_size', feature_size)):
+            if len(value) != 2 or min(value) < 1:
+                raise ValueError(f'{name}: {key} must be (height, width), got {value!r}')
+        if int(downsample) != downsample or downsample < 1:
+            raise ValueError(f'{name}: downsample must be a positive whole number, got {downsample!r}')
+        self.in_channels, self.C = in_channels, out_channels
+        self.image_size, self.feature_size = tuple(image_size), tuple(feature_size)
+        self.compat = compat
+        self.grid = BevGrid.parse(xbound, ybound, f'{name}.xbound/ybound')
+        self.z_axis = Axis.parse(zbound, f'{name}.zbound')
+        self.depth_axis = Axis.parse(dbound, f'{name}.dbound')
+        self.D = self.depth_axis.cells
+        self.bev_grid = self.grid.downsample(downsample, f'{name}.xbound/ybound with downsample {downsample}')
+        self.bev_channels = out_channels * self.z_axis.cells
+        axes = (self.grid.x, self.grid.y, self.z_axis)
+        self.bounds = [list(axis.as_bound()) for axis in axes]
+        self.register_buffer('dx', torch.tensor([axis.step for axis in axes]))
+        self.register_buffer('bx', torch.tensor([axis.lo + axis.step / 2 for axis in axes]))
+        self.register_buffer('nx', torch.tensor([axis.cells for axis in axes]))
+        self.register_buffer('frustum', make_frustum(self.image_size, self.feature_size, self.depth_axis, compat))
+        self.grid_not_loaded: dict = {}
+        self.downsample = bev_downsample(self.bev_channels, downsample)
+
+    @property
+    def bev_shape(self) -> Tuple[int, int]:
+        """(X, Y) cells of the result."""
+        return self.bev_grid.shape
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        # The configuration's grid wins: a checkpoint of another resolution would silently bring its own back.
+        self.grid_not_loaded = {}
+        for name in GRID_NAMES:
+            own, key = getattr(self, name), prefix + name
+            if key in state_dict:
+                loaded = state_dict[key]
+                differs = loaded.shape != own.shape or not torch.allclose(loaded.double().cpu(), own.double().cpu(),
+                                                                          rtol=1e-5, atol=1e-5)
+                self.grid_not_loaded[key] = {'checkpoint': _brief(loaded), 'model': _brief(own), 'differs': differs}
+            state_dict[key] = own
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def geometry(self, camera_intrinsics: torch.Tensor, camera2lidar: torch.Tensor, img_aug_matrix: torch.Tensor,
+                 lidar_aug_matrix: torch.Tensor) -> torch.Tensor:
+        """Position of every feature and depth bin in the augmented lidar frame.
+
+        Args:
+            camera_intrinsics, camera2lidar, img_aug_matrix: (B, N, 4, 4).
+            lidar_aug_matrix: (B, 4, 4).
+
+        Returns:
+            (B, N, D, H, W, 3) metres, float32.
+        """
+        with torch.autocast(self.frustum.device.type, enabled=False):
+            pixel_from_aug = torch.linalg.inv(img_aug_matrix[..., :3, :3].double())
+            shift = -pixel_from_aug @ img_aug_matrix[..., :3, 3:].double()
+            undo = torch.cat([pixel_from_aug, shift], -1).float()  # (B, N, 3, 4)
+            lidar_from_camera = lidar_aug_matrix[:, None].double() @ camera2lidar.double()
+            rays = lidar_from_camera[..., :3, :3] @ torch.linalg.inv(camera_intrinsics[..., :3, :3].double())
+            lidar_from_rays = torch.cat([rays, lidar_from_camera[..., :3, 3:]], -1).float()  # (B, N, 3, 4)
+            spread = (slice(None), slice(None), None, None, None)  # (B, N, 1, 1, 1, 3, 4)
+            uvd = affine(undo[spread], self.frustum.float())  # (B, N, D, H, W, 3)
+            scaled = torch.cat([uvd[..., :2] * uvd[..., 2:], uvd[..., 2:]], -1)
+            return affine(lidar_from_rays[spread], scaled)
+
+    def pool(self, depth: torch.Tensor, context: torch.Tensor, geometry: torch.Tensor) -> torch.Tensor:
+        """Sum depth-weighted context over the cells.
+
+        Args:
+            depth: (B, N, D, H, W) weights.
+            context: (B, N, C, H, W).
+            geometry: (B, N, D, H, W, 3).
+
+        Returns:
+            (B, C * Z, X, Y) float32.
+        """
+        with torch.autocast(depth.device.type, enabled=False):
+            return ops.lift_splat(depth.float(), context.float(), geometry, self.bounds, compat=self.compat)
+
+    def pool_volume(self, volume: torch.Tensor, geometry: torch.Tensor) -> torch.Tensor:
+        """Sum given features: volume (B, N, D, H, W, C) at geometry (B, N, D, H, W, 3) -> (B, C * Z, X, Y) float32."""
+        batch = volume.shape[0]
+        lower = geometry.new_tensor([b[0] for b in self.bounds])
+        with torch.autocast(volume.device.type, enabled=False):
+            cell = (geometry - lower) / self.dx.float()
+            cell = cell.trunc() if self.compat == 'reference' else cell.floor()
+            inside = ((cell >= 0) & (cell < self.nx)).all(-1)  # NaN is outside
+            sample = torch.arange(batch, device=cell.device).view(-1, 1, 1, 1, 1).expand(cell.shape[:-1])
+            coords = torch.cat([cell[inside].long(), sample[inside][:, None]], 1)
+            nx, ny = self.grid.shape
+            out = ops.bev_pool(volume[inside].float(), coords, batch, self.z_axis.cells, nx, ny)  # (B, C, Z, X, Y)
+        return out.transpose(1, 2).flatten(1, 2)
+
+    def depth_and_context(self, features: torch.Tensor, inputs: dict) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Features (B, N, in_channels, H, W) -> depth (B, N, D, H, W), summing to 1 over D, and context (B, N, C, H, W).
+
+        ``inputs`` holds the batch's matrices and points by the names of :meth:`forward`.
+        """
+        raise NotImplementedError
+
+    def split(self, x: torch.Tensor, batch: int) -> Tuple[torch.Tensor, torch.Tensor]:
+        """(B * N, >= D + C, H, W) -> depth distribution and context."""
+        x = x.unflatten(0, (batch, -1))
+        return x[:, :, :self.D].softmax(2), x[:, :, self.D:self.D + self.C]
+
+    def forward(self, features: torch.Tensor, points: Optional[List[torch.Tensor]] = None,
+                radar: Optional[List[torch.Tensor]] = None, **inputs):
+        """Transform one batch.
+
+        Args:
+            features: (B, N, in_channels, H, W).
+            points, radar: list[B] of (P, F), read by the depth-aware transforms; never changed.
+            inputs: ``camera_intrinsics, camera2lidar, img_aug_matrix, camera2ego, lidar2image`` (B, N, 4, 4),
+                ``lidar_aug_matrix`` (B, 4, 4), ``depths`` (B, N, image height, image width) if there is a depth loss.
+
+        Returns:
+            (B, C * Z, X, Y), or a pair of that and the depth loss (training, transforms that have one).
+        """
+        inputs.update(points=points, radar=radar)
+        self.check_inputs(features, inputs)
+        geometry = self.geometry(inputs['camera_intrinsics'], inputs['camera2lidar'], inputs['img_aug_matrix'],
+                                 inputs['lidar_aug_matrix'])
+        depth, context = self.depth_and_context(features, inputs)
+        return self.downsample(self.pool(depth, context, geometry))
+
+    def check_inputs(self, features: torch.Tensor, inputs: dict) -> None:
+        """Raise ValueError if a matrix is missing or the features do not have the configured size."""
+        name = type(self).__name__
+        if tuple(features.shape[-2:]) != self.feature_size:
+            raise ValueError(f'{name}: image features are {tuple(features.shape[-2:])}, feature_size says '
+                             f'{self.feature_size} (image_size {self.image_size}); align them with the backbone\'s stride')
+        for key in ('camera_intrinsics', 'camera2lidar', 'img_aug_matrix', 'lidar_aug_matrix'):
+            if inputs.get(key) is None:
+                raise ValueError(f'{name}: the batch has no {key!r}; collect it in the pipeline (Collect3D meta_keys)')
+
+
+class BaseDepthTransform(BaseTransform):
+    """A transform that also sees a depth map drawn from points.
+
+    Args (besides those of :class:`BaseTransform`):
+        use_points: ``lidar`` or ``radar``: which points are drawn.
+        depth_input: ``scalar`` (metres) or ``one-hot`` (a channel per depth bin).
+        height_expand: draw every point at eight heights (radar points have none of their own).
+        add_depth_features: append the point's features to the map.
+        compat: ``'reference'``: see also :func:`~.depth_map.draw_depth`.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, image_size: Sequence[int], feature_size: Sequence[int],
+                 xbound: AxisSpec, ybound: AxisSpec, zbound: AxisSpec, dbound: AxisSpec, downsample: int = 1,
+                 use_points: str = 'lidar', depth_input: str = 'scalar', height_expand: bool = False,
+                 add_depth_features: bool = False, compat: Optional[str] = None):
+        super().__init__(in_channels, out_channels, image_size, feature_size, xbound, ybound, zbound, dbound, downsample,
+                         compat)
+        if use_points not in ('lidar', 'radar'):
+            raise ValueError(f"{type(self).__name__}: use_points must be 'lidar' or 'radar', got {use_points!r}")
+        if depth_input not in ('scalar', 'one-hot'):
+            raise ValueError(f"{type(self).__name__}: depth_input must be 'scalar' or 'one-hot', got {depth_input!r}")
+        self.use_points, self.depth_input = use_points, depth_input
+        self.height_expand, self.add_depth_features = height_expand, add_depth_features
+
+    @torch.no_grad()
+    def depth_map(self, inputs: dict) -> torch.Tensor:
+        """(B, N, channels, image height, image width) float32."""
+        key = 'points' if self.use_points == 'lidar' else 'radar'
+        for name in (key, 'lidar2image'):
+            if inputs.get(name) is None:
+                raise ValueError(f'{type(self).__name__} (use_points: {self.use_points}) needs {name!r} in the batch')
+        bins = None
+        if self.depth_input == 'one-hot':
+            bins = (self.depth_axis.lo, self.depth_axis.step, self.D)
+        maps = []
+        with torch.autocast(inputs['lidar2image'].device.type, enabled=False):
+            for sample, points in enumerate(inputs[key]):
+                if self.height_expand:
+                    points = expand_heights(points)
+                maps.append(draw_depth(points, inputs['lidar2image'][sample], inputs['img_aug_matrix'][sample],
+                                       inputs['lidar_aug_matrix'][sample], self.image_size, bins,
+                                       self.add_depth_features, self.compat))
+        return torch.stack(maps)

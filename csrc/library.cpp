@@ -1,0 +1,46 @@
+// Every operator's schema, once. Kernels register themselves in the folder of the operator; fake kernels and autograd are in
+// mmdet3d_ext/ops/. Grids travel as (lower, step, cells), one entry per axis x, y, z.
+#include <torch/library.h>
+
+#include "mmdet3d_ext_build.h"
+
+namespace mmdet3d_ext {
+// Found by a byte search before the library is loaded, so that a build for another torch can be named instead of failing on a symbol.
+extern const char build_marker[];
+__attribute__((used)) const char build_marker[] = "mmdet3d_ext-build{" MMDET3D_EXT_BUILD "}";
+}  // namespace mmdet3d_ext
+
+TORCH_LIBRARY(mmdet3d_ext, m) {
+  m.def("build_info() -> str", []() { return std::string(mmdet3d_ext::build_marker); });
+
+  // points (P, F) -> coords (P, 3) int32 xyz, -1 -1 -1 outside the grid
+  m.def("voxel_coords(Tensor points, float[] lower, float[] step, int[] cells) -> Tensor");
+  // points (P, F) -> voxels (V, M, F), coords (V, 3) int32 xyz, num_points (V,) int32
+  m.def(
+      "hard_voxelize(Tensor points, float[] lower, float[] step, int[] cells, int max_num_points, int max_voxels)"
+      " -> (Tensor, Tensor, Tensor)");
+
+  // coords (P, K) -> voxel_coords (V, K), point2voxel (P,) int32, order (P,) int32, starts (V + 1,) int32,
+  // has_long (0-dim CPU bool): whether some voxel holds more points than one group of threads should add up
+  m.def("point_groups(Tensor coords) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // feats (P, C) -> reduced (V, C), arg (V, C) int32 for max, else (0,)
+  m.def(
+      "group_reduce(Tensor feats, Tensor point2voxel, Tensor order, Tensor starts, Tensor has_long, int reduce)"
+      " -> (Tensor, Tensor)");
+  m.def("group_reduce_backward(Tensor grad, Tensor point2voxel, Tensor starts, Tensor arg, int reduce) -> Tensor");
+
+  // geometry (B, ..., 3) -> cell (P,) int32 or -1, order (P,) int32, sorted_key (P,) int32, tile_starts (T + 1,) int32
+  m.def(
+      "splat_plan(Tensor geometry, float[] lower, float[] step, int[] cells, bool truncate)"
+      " -> (Tensor, Tensor, Tensor, Tensor)");
+  // coords (P, 4) long x, y, z, batch -> the same four
+  m.def("splat_plan_from_coords(Tensor coords, int batch, int[] cells) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "lift_splat(Tensor depth, Tensor context, Tensor cell, Tensor order, Tensor sorted_key, Tensor tile_starts,"
+      " int[] cells) -> Tensor");
+  m.def("lift_splat_backward(Tensor grad, Tensor depth, Tensor context, Tensor cell, int[] cells) -> (Tensor, Tensor)");
+  m.def(
+      "bev_pool(Tensor feats, Tensor cell, Tensor order, Tensor sorted_key, Tensor tile_starts, int batch, int[] cells)"
+      " -> Tensor");
+  m.def("bev_pool_backward(Tensor grad, Tensor cell, int[] cells) -> Tensor");
+}

@@ -1,0 +1,116 @@
+"""Loads the compiled operators, and says what to do when that is impossible.
+
+``mmdet3d_ext.ops`` can always be imported; the first *use* of an operator raises :class:`OpsUnavailableError` if the library
+is missing or was built for another torch.
+"""
+from __future__ import annotations
+
+import mmap
+import re
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Callable, Dict, Optional
+
+import torch
+
+REBUILD = 'Build it for this torch with: pip install --no-build-isolation --no-deps -e .   (in the checkout of mmdet3d_ext)'
+_MARKER = re.compile(rb'mmdet3d_ext-build\{([^}\0]*)\}')
+
+
+class OpsUnavailableError(ImportError):
+    """The compiled operators are missing, or do not fit the running torch."""
+
+
+def library_path() -> Path:
+    """Where the library for this Python lies, whether it exists or not."""
+    return Path(__file__).resolve().parents[1] / f'_C{EXTENSION_SUFFIXES[0]}'
+
+
+def read_build_info(path: Path) -> Dict[str, str]:
+    """``{'torch', 'cuda', 'archs'}`` recorded in a library, without loading it; empty if there is no record."""
+    with open(path, 'rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        found = _MARKER.search(data)
+        record = found.group(1).decode() if found else ''
+    return dict(item.split('=', 1) for item in record.split(';')) if record else {}
+
+
+def _minor(version: str) -> str:
+    return '.'.join(version.split('+')[0].split('.')[:2])
+
+
+def check_build(path: Path, torch_version: str, torch_cuda: Optional[str]) -> Dict[str, str]:
+    """The record of the library at ``path`` if this torch can load it.
+
+    Raises:
+        OpsUnavailableError: if it is missing, unreadable, or built for another torch.
+    """
+    if not path.exists():
+        raise OpsUnavailableError(f'the compiled operators of mmdet3d_ext are missing: {path} does not exist. {REBUILD}')
+    info = read_build_info(path) if path.stat().st_size else {}
+    if not info:
+        raise OpsUnavailableError(f'{path} is not a library of mmdet3d_ext (it holds no build record). {REBUILD}')
+    if _minor(info['torch']) != _minor(torch_version):
+        raise OpsUnavailableError(f'{path} was built for torch {info["torch"]}, this is torch {torch_version}. {REBUILD}')
+    if info['cuda'] and info['cuda'].split('.')[0] != (torch_cuda or 'none').split('.')[0]:
+        raise OpsUnavailableError(f'{path} was built for CUDA {info["cuda"]}, this torch has CUDA {torch_cuda or "none"}. {REBUILD}')
+    return info
+
+
+def _load() -> Optional[OpsUnavailableError]:
+    path = library_path()
+    try:
+        check_build(path, torch.__version__, torch.version.cuda)
+        torch.ops.load_library(str(path))
+    except OpsUnavailableError as error:
+        return error
+    except OSError as error:
+        return OpsUnavailableError(f'{path} could not be loaded: {error}. {REBUILD}')
+    return None
+
+
+_failure = _load()
+
+
+def available() -> bool:
+    """Whether the operators are loaded."""
+    return _failure is None
+
+
+def build_info() -> Dict[str, str]:
+    """What the loaded library was built for: ``torch``, ``cuda`` (empty: CPU kernels only), ``archs`` (space separated)."""
+    require()
+    return read_build_info(library_path())
+
+
+def require(tensor: Optional[torch.Tensor] = None) -> None:
+    """Raise :class:`OpsUnavailableError` unless the operators can run (on the device of ``tensor``)."""
+    if _failure is not None:
+        raise _failure
+    if tensor is not None and tensor.is_cuda and not _has_cuda():
+        raise OpsUnavailableError(f'{library_path()} holds CPU kernels only, and a tensor on {tensor.device} was given. Build it where '
+                                  f'the CUDA toolkit is (FORCE_CUDA=1 makes its absence an error). {REBUILD}')
+
+
+_cuda_kernels: Optional[bool] = None
+
+
+def _has_cuda() -> bool:
+    global _cuda_kernels
+    if _cuda_kernels is None:
+        _cuda_kernels = bool(build_info()['cuda'])
+    return _cuda_kernels
+
+
+def fake(name: str) -> Callable:
+    """Decorator: the fake (shape-only) kernel of ``mmdet3d_ext::<name>``."""
+    def register(function):
+        if available():
+            torch.library.register_fake(f'mmdet3d_ext::{name}')(function)
+        return function
+    return register
+
+
+def autograd(name: str, backward: Callable, setup_context: Callable) -> None:
+    """Register the derivative of ``mmdet3d_ext::<name>``."""
+    if available():
+        torch.library.register_autograd(f'mmdet3d_ext::{name}', backward, setup_context=setup_context)

@@ -1,0 +1,85 @@
+"""Which rank loads which samples, in which order."""
+from __future__ import annotations
+
+from typing import Iterator, Optional, Sized
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.data import Sampler
+
+
+def _group(num_replicas: Optional[int], rank: Optional[int]) -> tuple:
+    """(world size, rank), from the process group where not given."""
+    ready = dist.is_available() and dist.is_initialized()
+    world = num_replicas if num_replicas is not None else dist.get_world_size() if ready else 1
+    rank = rank if rank is not None else dist.get_rank() if ready else 0
+    if world < 1 or not 0 <= rank < world:
+        raise ValueError(f'sampler: rank must lie in [0, num_replicas), got rank {rank} of {world}')
+    return world, rank
+
+
+class DistributedTrainSampler(Sampler):
+    """Every sample once per epoch, in an order that depends on (seed, epoch) only; whole batches on every rank.
+
+    The order is cut into global batches of ``num_replicas * samples_per_gpu``; rank r gets its slice of each, so that what a
+    step sees does not depend on how many ranks share it. The last batch is filled up from the start of the order.
+
+    Args:
+        dataset: only its length is used; if it has ``set_epoch`` it is told the epoch, too.
+        shuffle: random order (else the data set's).
+        group_free: accepted for symmetry with mmdet's group samplers: there are no groups here.
+    """
+
+    def __init__(self, dataset: Sized, samples_per_gpu: int = 1, num_replicas: Optional[int] = None,
+                 rank: Optional[int] = None, seed: int = 0, shuffle: bool = True):
+        if samples_per_gpu < 1:
+            raise ValueError(f'sampler: samples_per_gpu must be at least 1, got {samples_per_gpu}')
+        if len(dataset) == 0:
+            raise ValueError('sampler: the training set is empty')
+        self.dataset, self.samples_per_gpu, self.seed, self.shuffle = dataset, samples_per_gpu, int(seed or 0), shuffle
+        self.num_replicas, self.rank = _group(num_replicas, rank)
+        self.epoch = 0
+        self.num_batches = -(-len(dataset) // (self.num_replicas * samples_per_gpu))
+
+    def order(self) -> np.ndarray:
+        """(num_batches * num_replicas * samples_per_gpu,) indices of the whole epoch over all ranks."""
+        total = self.num_batches * self.num_replicas * self.samples_per_gpu
+        n = len(self.dataset)
+        order = np.arange(n)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(int(np.random.SeedSequence([self.seed, self.epoch]).generate_state(1)[0]))
+            order = torch.randperm(n, generator=generator).numpy()
+        return np.resize(order, total)  # repeats from the start
+
+    def __iter__(self) -> Iterator[int]:
+        batches = self.order().reshape(self.num_batches, self.num_replicas, self.samples_per_gpu)
+        return iter(batches[:, self.rank].reshape(-1).tolist())
+
+    def __len__(self) -> int:
+        return self.num_batches * self.samples_per_gpu
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = int(epoch)
+        if hasattr(self.dataset, 'set_epoch'):
+            self.dataset.set_epoch(epoch)
+
+
+class EvalSampler(Sampler):
+    """Every sample exactly once over all ranks: rank r takes r, r + world, r + 2 world, ...
+
+    Ranks may get one sample more or less than each other; nothing is repeated, so nothing is counted twice.
+    """
+
+    def __init__(self, dataset: Sized, num_replicas: Optional[int] = None, rank: Optional[int] = None):
+        self.num_replicas, self.rank = _group(num_replicas, rank)
+        self.indices = range(self.rank, len(dataset), self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The order never changes."""

@@ -34,8 +34,10 @@ def kernel_to_memory(kernel: torch.Tensor, shape: Sequence[int]) -> torch.Tensor
 class _StateLayout:
     """Mixin: the state dict holds ``weight`` in the checkpoint layout."""
 
+    # nn.Module's own methods are called: mmdet3d replaces those of spconv's base class by ones that permute as well.
+
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
         key = prefix + 'weight'
         destination[key] = destination[key].permute(TO_STATE)
 
@@ -43,7 +45,7 @@ class _StateLayout:
         key = prefix + 'weight'
         if key in state_dict:
             state_dict[key] = kernel_to_memory(state_dict[key], self.weight.shape)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
 
 @functools.lru_cache(maxsize=None)

@@ -1,0 +1,24 @@
+"""mmdet's SwinTransformer is what published BEVFusion checkpoints hold."""
+import pytest
+import torch
+from testing import Golden, randn, weights_rule
+
+import mmdet3d_ext  # noqa: F401
+from mmdet3d_ext.registry import MODELS
+
+SWIN_T = {'type': 'SwinTransformer', 'embed_dims': 96, 'depths': [2, 2, 6, 2], 'num_heads': [3, 6, 12, 24], 'window_size': 7,
+          'mlp_ratio': 4, 'qkv_bias': True, 'qk_scale': None, 'drop_rate': 0.0, 'attn_drop_rate': 0.0, 'drop_path_rate': 0.2,
+          'patch_norm': True, 'out_indices': [1, 2, 3], 'with_cp': False, 'convert_weights': True}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('prefix, seed, shape', [('', 901, (2, 3, 128, 176)), ('odd_', 902, (1, 3, 100, 90))])
+def test_swin_equals_the_fixture(prefix, seed, shape):
+    golden = Golden('swin_backbone.npz')
+    model = MODELS.build(SWIN_T)
+    model.eval()  # mmdet's backbones return nothing here
+    model.load_state_dict(weights_rule().ruled_state_dict(model.state_dict()))
+    outputs = model(randn(seed, shape))
+    assert len(outputs) == 3
+    for i, out in enumerate(outputs):
+        golden.check(f'{prefix}out{i}', out)

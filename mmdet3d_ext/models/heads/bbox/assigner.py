@@ -1,0 +1,127 @@
+"""One-to-one matching of predicted and true boxes for TransFusion: costs on the device, the assignment itself on the
+CPU."""
+from __future__ import annotations
+
+import logging
+from typing import Any, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from mmdet.core.bbox.iou_calculators import build_iou_calculator
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from ....registry import BBOX_ASSIGNERS, MATCH_COSTS
+
+_LOGGER = logging.getLogger('mmdet3d_ext.models.heads.bbox')
+_UNUSABLE = 1e6  # cost of a pair whose cost is not a number: matched only if nothing else is left
+_FAR = 1e5  # metres; larger numbers in predicted boxes would overflow the overlap's products in float32
+
+
+@MATCH_COSTS.register_module()
+class BBoxBEVL1Cost:
+    """L1 distance of the (x, y) centres, each axis divided by the point cloud range; times ``weight``."""
+
+    def __init__(self, weight: float = 1.0):
+        self.weight = weight
+
+    def __call__(self, bboxes: Tensor, gt_bboxes: Tensor, train_cfg: Mapping[str, Any]) -> Tensor:
+        """``bboxes`` (P, 2+), ``gt_bboxes`` (G, 2+) in metres -> (P, G)."""
+        lo = bboxes.new_tensor(list(train_cfg['point_cloud_range'][0:2]))
+        extent = bboxes.new_tensor(list(train_cfg['point_cloud_range'][3:5])) - lo
+        return torch.cdist((bboxes[:, :2] - lo) / extent, (gt_bboxes[:, :2] - lo) / extent, p=1) * self.weight
+
+
+@MATCH_COSTS.register_module()
+class IoU3DCost:
+    """Minus the 3-D overlap; times ``weight``."""
+
+    def __init__(self, weight: float = 1.0):
+        self.weight = weight
+
+    def __call__(self, iou: Tensor) -> Tensor:
+        return -iou * self.weight
+
+
+@BBOX_ASSIGNERS.register_module()
+class HungarianAssigner3D:
+    """Optimal one-to-one assignment on the sum of a class, a position and an overlap cost.
+
+    Args:
+        cls_cost: called with logits (P, C) and labels (G,), e.g. mmdet's ``FocalLossCost``.
+        reg_cost: called with boxes, ground truth and ``train_cfg`` (:class:`BBoxBEVL1Cost`).
+        iou_cost: called with overlaps (:class:`IoU3DCost`).
+        iou_calculator: called with boxes (P, 7) and (G, 7), bottom z; mmdet3d's ``BboxOverlaps3D`` works on CPU and
+            GPU.
+    """
+
+    def __init__(self, cls_cost: Optional[dict] = None, reg_cost: Optional[dict] = None, iou_cost: Optional[dict] = None,
+                 iou_calculator: Optional[dict] = None):
+        self.cls_cost = MATCH_COSTS.build(cls_cost or dict(type='FocalLossCost', weight=0.15))
+        self.reg_cost = MATCH_COSTS.build(reg_cost or dict(type='BBoxBEVL1Cost', weight=0.25))
+        self.iou_cost = MATCH_COSTS.build(iou_cost or dict(type='IoU3DCost', weight=0.25))
+        self.iou_calculator = build_iou_calculator(iou_calculator or dict(type='BboxOverlaps3D', coordinate='lidar'))
+        self._reports = 0
+
+    def costs(self, bboxes: Tensor, gt_bboxes: Tensor, gt_labels: Tensor, cls_pred: Tensor,
+              train_cfg: Mapping[str, Any]) -> Tuple[Tensor, Tensor]:
+        """Cost and overlap of each pair.
+
+        Args:
+            bboxes: (P, 7+) predictions, metres, bottom z; may hold NaN or infinity.
+            gt_bboxes: (G, 7+). gt_labels: (G,). cls_pred: (P, C) logits.
+
+        Returns:
+            tuple[Tensor, Tensor]: (P, G) cost, not finite where the prediction is not; (P, G) overlap in [0, 1],
+            finite.
+        """
+        # The overlap kernel sorts corner points; NaN among them is undefined behaviour, so it sees a finite stand-in.
+        safe = bboxes[:, :7].nan_to_num(0.0, _FAR, -_FAR).clamp(-_FAR, _FAR)
+        iou = self.iou_calculator(safe, gt_bboxes[:, :7]).nan_to_num(0.0).clamp(0.0, 1.0)
+        poison = torch.where(bboxes[:, :7].isfinite().all(-1), 0.0, float('nan'))[:, None]
+        cost = self.cls_cost(cls_pred, gt_labels) + self.reg_cost(bboxes, gt_bboxes, train_cfg) + self.iou_cost(iou)
+        return cost + poison, iou
+
+    def match(self, cost: Tensor, valid: Tensor) -> Tensor:
+        """Assign every sample and decoder layer; one transfer to the CPU and one back for the whole batch.
+
+        Args:
+            cost: (B, L, P, G) costs.
+            valid: (B, G) bool, which ground-truth boxes exist.
+
+        Returns:
+            Tensor: (B, L, P) long, the matched ground-truth row, or -1 for background.
+        """
+        batch, layers, queries, _ = cost.shape
+        # The validity flags travel as one more row of the costs, so that the host waits for the device once.
+        packed = torch.cat([cost, valid[:, None, None].expand(-1, layers, -1, -1).to(cost.dtype)], 2)
+        packed = packed.detach().float().cpu().numpy()
+        matched = np.full((batch, layers, queries), -1, dtype=np.int64)
+        for i in range(batch):
+            columns = np.flatnonzero(packed[i, 0, -1] > 0)
+            if len(columns) == 0:
+                continue
+            for layer in range(layers):
+                table = packed[i, layer, :-1][:, columns]
+                finite = np.isfinite(table)
+                if not finite.all():
+                    self._report(i, int((~finite.all(1)).sum()), queries)
+                    table = np.where(finite, table, _UNUSABLE)
+                rows, picked = linear_sum_assignment(table)
+                matched[i, layer, rows] = columns[picked]
+        return torch.from_numpy(matched).to(cost.device)
+
+    def _report(self, sample: int, broken: int, queries: int) -> None:
+        # With mixed precision this may go on for many steps: the first ten, then every hundredth.
+        self._reports += 1
+        if self._reports <= 10 or self._reports % 100 == 0:
+            _LOGGER.warning(
+                'detection head: %d of %d queries of sample %d in the batch have predictions that are not finite; they are '
+                'matched last. A NaN prediction makes the loss NaN: lower the learning rate, start mixed precision later, or '
+                'look for bad input.', broken, queries, sample)
+
+
+def layer_slices(total: int, layers: int) -> Sequence[slice]:
+    """The parts of a last axis of ``total`` entries that holds ``layers`` decoder layers one after the other."""
+    each = total // layers
+    return [slice(i * each, (i + 1) * each) for i in range(layers)]

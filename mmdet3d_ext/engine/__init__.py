@@ -1,0 +1,6 @@
+"""Training and evaluation loops on mmcv's runner, hooks, checkpoints, and how ranks are started."""
+from ..config import schema
+
+# Keys that this package reads beside those that the schema lists.
+schema.declare('auto_scale_lr', ('enable', 'base_batch_size'))
+schema.declare('evaluation', {*(schema.KNOWN.get('evaluation') or ()), 'amp', 'save_best', 'rule', 'before_train', 'start'})

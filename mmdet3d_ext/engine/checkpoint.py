@@ -1,0 +1,441 @@
+"""Reading and writing checkpoints.
+
+A file that a user downloads must not be able to run code, so files are read with ``weights_only=True``; own files hold plain
+types and tensors only. Writing is atomic: a file under its final name is always whole.
+"""
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import pickle
+import re
+import shutil
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any, Dict, List, Mapping, Optional, Tuple
+
+import numpy as np
+import torch
+from torch import nn
+
+# Camera grids are stored as weights (published checkpoints have them), but they belong to the configuration: loading them would
+# silently undo a change of resolution.
+GRID_PATTERN = re.compile(r'(^|\.)vtransform\.(dx|bx|nx|frustum)$')
+PREFIXES = ('module.', '_orig_mod.', 'model.', 'net.')
+RAW_KEYS = ('state_dict', 'model_state', 'model_state_dict', 'model')
+EMA_KEYS = ('ema_state_dict', 'state_dict_ema', 'model_ema', 'ema')
+MIN_MATCHED = 0.5  # share of the checkpoint's tensors that must find a place; below it is another model's file
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used, and why."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint that could not be written; nothing under its final name was touched."""
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# reading
+
+def read_checkpoint(path: str, allow_unsafe: bool = False) -> Dict[str, Any]:
+    """The whole content of a checkpoint file, on the CPU.
+
+    Args:
+        path: a local file.
+        allow_unsafe: also read pickles that can run code (only for files whose source is trusted).
+
+    Raises:
+        CheckpointError: if the file is absent, truncated, not a checkpoint, or needs ``allow_unsafe``.
+    """
+    path = os.fspath(path)
+    if re.match(r'^\w+://', path):
+        raise CheckpointError(f'{path}: only local files are read; download it first and give its path')
+    if not os.path.isfile(path):
+        near = sorted(glob.glob(os.path.join(os.path.dirname(path) or '.', '*.pth')))
+        there = f'; there are {", ".join(os.path.basename(p) for p in near[:8])}' if near else ''
+        broken = ' (a link to a file that is gone)' if os.path.islink(path) else ''
+        raise CheckpointError(f'checkpoint {path} does not exist{broken}{there}')
+    size = os.path.getsize(path)
+    try:
+        with torch.serialization.safe_globals(_harmless_globals()):
+            content = torch.load(path, map_location='cpu', weights_only=not allow_unsafe)
+    except pickle.UnpicklingError as error:
+        if not allow_unsafe and re.search(r'GLOBAL|allowed global|Unsupported class', str(error)):
+            raise CheckpointError(_unsafe_message(path, error)) from None
+        raise CheckpointError(f'{path} ({size} bytes) is not a readable checkpoint: {_first_line(error)}') from None
+    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, ImportError, IndexError, TypeError) as error:
+        raise CheckpointError(f'{path} ({size} bytes) is not a readable checkpoint, it is truncated or of another format: '
+                              f'{_first_line(error)}') from None
+    if not isinstance(content, Mapping):
+        raise CheckpointError(f'{path} holds a {type(content).__name__}, a checkpoint is a dict')
+    return content
+
+
+def _harmless_globals() -> list:
+    """numpy scalars in a checkpoint's meta data (mmcv and mmdet write them); they only hold numbers."""
+    core = np._core if hasattr(np, '_core') else np.core
+    found: List[Any] = [core.multiarray.scalar, np.dtype]
+    found += [(core.multiarray.scalar, 'numpy.core.multiarray.scalar'), (core.multiarray._reconstruct, 'numpy.core.multiarray._reconstruct'),
+              core.multiarray._reconstruct, np.ndarray]
+    for code in 'bBhHiIlLqQefd?':
+        found.append(type(np.dtype(code)))
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).split('\n')[0][:300]
+
+
+def _unsafe_message(path: str, error: BaseException) -> str:
+    names: List[str] = []
+    try:
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:
+        found = re.search(r'GLOBAL (\S+)', str(error))
+        names = [found.group(1)] if found else []
+    listed = ', '.join(names[:6]) or _first_line(error)
+    return (f'{path} holds more than weights ({listed}), and reading that can run code of whoever made the file. Get a file with '
+            'weights only, or, if you trust its source, add --allow-unsafe-checkpoint')
+
+
+def is_checkpoint_whole(path: str) -> bool:
+    """Whether the file reads completely and safely, checksums of its records included (torch's zip format has them)."""
+    import zipfile
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if archive.testzip() is not None:
+                    return False
+        read_checkpoint(path)
+        return True
+    except (CheckpointError, zipfile.BadZipFile, OSError, RuntimeError):
+        return False
+
+
+def newest_checkpoint(folder: str, logger: Optional[logging.Logger] = None) -> Optional[str]:
+    """The checkpoint ``epoch_<N>.pth`` in ``folder`` with the highest N that reads whole; None if there is none."""
+    found = []
+    for path in glob.glob(os.path.join(folder, 'epoch_*.pth')):
+        match = re.fullmatch(r'epoch_(\d+)\.pth', os.path.basename(path))
+        if match:
+            found.append((int(match.group(1)), path))
+    for _, path in sorted(found, reverse=True):
+        if is_checkpoint_whole(path):
+            return path
+        if logger is not None:
+            logger.warning('%s does not read whole, an older checkpoint is used', path)
+    return None
+
+
+def pick_weights(content: Mapping[str, Any], path: str, prefer: str = 'auto') -> Tuple['OrderedDict[str, torch.Tensor]', str]:
+    """The state dict in a checkpoint's content, and a word for what it is ('weights', 'EMA weights').
+
+    Args:
+        prefer: 'raw', 'ema', or 'auto': the weights that were evaluated during training (``meta.evaluated_weights``), raw
+            where the file does not say. A file that holds only one kind gives that one.
+
+    Raises:
+        CheckpointError: if there are no weights; the message lists the file's keys.
+    """
+    raw = next((content[k] for k in RAW_KEYS if _is_state(content.get(k))), None)
+    ema = next((content[k] for k in EMA_KEYS if _is_state(content.get(k))), None)
+    if raw is None and ema is None and _is_state(content):
+        raw = content
+    if raw is None and ema is None:
+        kind = ' (a Lightning file without weights)' if 'pytorch-lightning_version' in content else ''
+        raise CheckpointError(f'{path} holds no weights{kind}; its keys are {sorted(map(str, content))[:12]}')
+    if prefer == 'auto':
+        prefer = 'ema' if (content.get('meta') or {}).get('evaluated_weights') == 'ema' else 'raw'
+    use_ema = raw is None or (prefer == 'ema' and ema is not None)
+    chosen = ema if use_ema else raw
+    state = OrderedDict((k, v) for k, v in chosen.items() if isinstance(v, torch.Tensor))
+    if getattr(chosen, '_metadata', None) is not None:
+        state._metadata = chosen._metadata
+    return state, 'EMA weights' if use_ema else 'weights'
+
+
+def _is_state(value: Any) -> bool:
+    if not isinstance(value, Mapping) or not value:
+        return False
+    tensors = sum(isinstance(v, torch.Tensor) for v in value.values())
+    return tensors > 0 and tensors >= len(value) // 2
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# loading into a model
+
+@dataclass
+class LoadReport:
+    """What happened to every tensor. ``mismatched``: (name, shape in the file, shape in the model)."""
+
+    path: str
+    kind: str
+    matched: List[str] = field(default_factory=list)
+    missing: List[str] = field(default_factory=list)
+    unexpected: List[str] = field(default_factory=list)
+    mismatched: List[Tuple[str, tuple, tuple]] = field(default_factory=list)
+    grid: List[str] = field(default_factory=list)
+    grid_differs: List[str] = field(default_factory=list)
+    converted: List[str] = field(default_factory=list)
+
+    @property
+    def share(self) -> float:
+        """Share of the file's tensors (camera grids aside) that found their place."""
+        total = len(self.matched) + len(self.unexpected) + len(self.mismatched)
+        return len(self.matched) / total if total else 0.0
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor of the model came from the file."""
+        return not self.missing and not self.mismatched
+
+    def by_module(self) -> Dict[str, Dict[str, int]]:
+        """Counts per top module (``encoders.camera``, ``decoder``, ``heads.map``), in the model's order."""
+        table: Dict[str, Dict[str, int]] = {}
+        for column, names in (('matched', self.matched), ('missing', self.missing),
+                              ('mismatched', [m[0] for m in self.mismatched]), ('unexpected', self.unexpected)):
+            for name in names:
+                row = table.setdefault(_top(name), dict(matched=0, missing=0, mismatched=0, unexpected=0))
+                row[column] += 1
+        return table
+
+    def text(self) -> str:
+        """The report as log lines."""
+        lines = [f'{self.kind} of {self.path}: {len(self.matched)} tensors matched, {len(self.missing)} missing, '
+                 f'{len(self.mismatched)} of another shape, {len(self.unexpected)} unexpected']
+        width = max([len(name) for name in self.by_module()] + [6])
+        lines.append(f'  {"module":<{width}} {"matched":>8} {"missing":>8} {"shape":>8} {"unexpected":>11}')
+        for name, row in self.by_module().items():
+            note = '  <- nothing loaded' if not row['matched'] and (row['missing'] or row['mismatched']) else ''
+            lines.append(f'  {name:<{width}} {row["matched"]:>8} {row["missing"]:>8} {row["mismatched"]:>8} {row["unexpected"]:>11}{note}')
+        for name, theirs, ours in self.mismatched[:10]:
+            lines.append(f'  {name}: shape {list(theirs)} in the file, {list(ours)} in the model')
+        if len(self.mismatched) > 10:
+            lines.append(f'  ... and {len(self.mismatched) - 10} more of another shape')
+        if self.grid:
+            state = 'differs from' if self.grid_differs else 'equals'
+            lines.append(f'  grid, not loaded: {", ".join(self.grid)} (the file\'s camera grid {state} the configuration\'s)')
+        if self.converted:
+            lines.append(f'  {len(self.converted)} sparse convolution weights converted from the spconv 1 layout')
+        return '\n'.join(lines)
+
+
+def _top(name: str) -> str:
+    parts = name.split('.')
+    return '.'.join(parts[:2]) if parts[0] in ('encoders', 'heads', 'decoder') and len(parts) > 2 else parts[0]
+
+
+def load_weights(model: nn.Module, path: str, prefer: str = 'auto', min_matched: float = MIN_MATCHED, complete: bool = False,
+                 allow_partial: bool = False, allow_unsafe: bool = False, logger: Optional[logging.Logger] = None,
+                 content: Optional[Mapping[str, Any]] = None) -> LoadReport:
+    """Load a checkpoint's weights into ``model`` and report what matched.
+
+    Prefixes of wrappers (``module.``, ``model.``, ``_orig_mod.``) are removed where that makes names match. Sparse convolution
+    weights in the spconv 1 layout are turned into spconv 2's. The camera grid stays the configuration's.
+
+    Args:
+        model: the model itself, not a wrapper.
+        prefer: see :func:`pick_weights`.
+        min_matched: least share of the file's tensors that must find a place.
+        complete: also require that every tensor of the model comes from the file (evaluation).
+        allow_partial: report instead of raising for both rules.
+        content: what :func:`read_checkpoint` gave, to read the file only once.
+
+    Raises:
+        CheckpointError: with the table of modules, if too little matched; and as :func:`read_checkpoint`.
+    """
+    content = read_checkpoint(path, allow_unsafe) if content is None else content
+    state, kind = pick_weights(content, path, prefer)
+    report = load_state(model, state, path, kind)
+    if not report.matched or (report.share < min_matched and not allow_partial):
+        raise CheckpointError(
+            f'{path} is of another model: {len(report.matched)} of its {len(report.matched) + len(report.unexpected) + len(report.mismatched)} '
+            f'tensors ({100 * report.share:.0f}%) match, {100 * min_matched:.0f}% are needed (--allow-partial-checkpoint loads what '
+            f'matches)\n{report.text()}')
+    if complete and not report.complete and not allow_partial:
+        raise CheckpointError(f'{path} lacks tensors of this model, which would be evaluated with random values there '
+                              f'(--allow-partial-checkpoint goes on)\n{report.text()}\n  first missing: '
+                              f'{", ".join((report.missing + [m[0] for m in report.mismatched])[:5])}')
+    if logger is not None:
+        logger.info('load checkpoint from local path: %s', path)
+        logger.log(logging.INFO if report.complete else logging.WARNING, report.text())
+    return report
+
+
+def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], path: str, kind: str = 'weights') -> LoadReport:
+    """Put ``state`` into ``model`` as far as names and shapes agree; see :func:`load_weights`."""
+    report = LoadReport(path, kind)
+    own = model.state_dict()
+    named = _strip_prefixes(state, own)
+    for shadow in {f'ema_{name.replace(".", "_")}' for name in own} & set(named):
+        del named[shadow]  # mmcv's EMA hook keeps its averages as buffers of the model
+    sparse = _sparse_weights(model)
+    chosen: 'OrderedDict[str, torch.Tensor]' = OrderedDict()
+    for name, tensor in named.items():
+        if GRID_PATTERN.search(name):
+            report.grid.append(name)
+            mine = own.get(name)
+            if mine is None or mine.shape != tensor.shape or not torch.allclose(mine.cpu().double(), tensor.double(), rtol=1e-5):
+                report.grid_differs.append(name)
+            continue
+        if name in own and own[name].shape != tensor.shape:
+            if name in sparse and tensor.dim() == own[name].dim() and tensor.movedim(-1, 0).shape == own[name].shape:
+                report.converted.append(name)
+                tensor = tensor.movedim(-1, 0).contiguous()
+            elif own[name].numel() == 1 == tensor.numel():
+                tensor = tensor.reshape(own[name].shape)
+            else:
+                report.mismatched.append((name, tuple(tensor.shape), tuple(own[name].shape)))
+                continue
+        chosen[name] = tensor
+    # Sparse modules decide by version whether to permute; ours are in their final layout here. Other modules keep the file's.
+    metadata = OrderedDict(getattr(own, '_metadata', {}))
+    owners = {name.rpartition('.')[0] for name in sparse}
+    for prefix, value in (getattr(named, '_metadata', None) or {}).items():
+        if prefix not in owners:
+            metadata[prefix] = value
+    chosen._metadata = metadata
+    try:
+        result = model.load_state_dict(chosen, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f'{path}: {error}') from None
+    shape_misses = {m[0] for m in report.mismatched}
+    report.missing = [k for k in result.missing_keys if not GRID_PATTERN.search(k) and k not in shape_misses
+                      and not k.endswith('num_batches_tracked')]
+    report.unexpected = list(result.unexpected_keys)
+    missing = set(result.missing_keys)
+    report.matched = [k for k in own if k not in missing and not GRID_PATTERN.search(k)]
+    return report
+
+
+def _strip_prefixes(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> 'OrderedDict[str, torch.Tensor]':
+    best, hits = OrderedDict(state), sum(k in own for k in state)
+    metadata = dict(getattr(state, '_metadata', None) or {})
+    current = best
+    for _ in range(4):
+        prefix = next((p for p in PREFIXES if any(k.startswith(p) for k in current)), None)
+        if prefix is None:
+            break
+        current = OrderedDict((k[len(prefix):] if k.startswith(prefix) else k, v) for k, v in current.items())
+        metadata = {(k[len(prefix):] if k.startswith(prefix) else k): v for k, v in metadata.items() if k != prefix[:-1]}
+        found = sum(k in own for k in current)
+        if found > hits:
+            best, hits = current, found
+            best._metadata = dict(metadata)
+    if best is not state and getattr(best, '_metadata', None) is None:
+        best._metadata = dict(getattr(state, '_metadata', None) or {})
+    return best
+
+
+def _sparse_weights(model: nn.Module) -> set:
+    """Names of the weights of spconv 2 convolutions."""
+    try:
+        from spconv.pytorch import SparseModule
+    except ImportError:
+        return set()
+    return {f'{name}.weight' if name else 'weight' for name, module in model.named_modules()
+            if isinstance(module, SparseModule) and isinstance(getattr(module, 'weight', None), torch.Tensor)}
+
+
+def check_same_grid(model: nn.Module, state: Mapping[str, torch.Tensor], path: str) -> None:
+    """Refuse to go on with a run at another camera grid than it was started with.
+
+    Raises:
+        CheckpointError: naming the tensors that differ.
+    """
+    own = model.state_dict()
+    differs = [k for k, v in _strip_prefixes(state, own).items() if GRID_PATTERN.search(k) and k in own
+               and (own[k].shape != v.shape or not torch.allclose(own[k].cpu().double(), v.double(), rtol=1e-5))]
+    if differs:
+        raise CheckpointError(f'{path} was trained on another camera grid ({", ".join(differs)} differ), so the run cannot be resumed '
+                              'at this resolution; start a new stage from its weights with --load_from')
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# writing
+
+def plain(value: Any) -> Any:
+    """``value`` as plain types and CPU tensors, which ``weights_only`` reads.
+
+    Raises:
+        TypeError: for anything that has no plain form.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, OrderedDict):
+        result = OrderedDict((k, plain(v)) for k, v in value.items())
+        if getattr(value, '_metadata', None) is not None:
+            result._metadata = value._metadata
+        return result
+    if isinstance(value, Mapping):
+        return {k if isinstance(k, (int, str)) else str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(v) for v in value]
+    raise TypeError(f'a checkpoint holds plain values and tensors, not {type(value)}')
+
+
+def write_atomic(content: Any, path: str) -> None:
+    """Write ``content`` with ``torch.save`` so that ``path`` is either the old file or the whole new one.
+
+    Raises:
+        CheckpointWriteError: if the disk is full or the folder cannot be written; ``path`` is as it was.
+    """
+    temporary = f'{path}.tmp-{os.getpid()}'
+    try:
+        with open(temporary, 'wb') as stream:
+            torch.save(content, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        _sync_folder(os.path.dirname(path) or '.')
+    except (OSError, RuntimeError) as error:
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass
+        try:
+            free = f'{shutil.disk_usage(os.path.dirname(path) or ".").free / 2**20:.0f} MiB free'
+        except OSError:
+            free = 'the folder is gone'
+        raise CheckpointWriteError(f'cannot write {path}: {_first_line(error)} ({free})') from error
+
+
+def _sync_folder(folder: str) -> None:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        pass  # some network file systems cannot sync a folder
+
+
+def link_atomic(target: str, link: str) -> None:
+    """Make ``link`` a relative symbolic link to ``target`` (same folder), replacing an older one in one step."""
+    temporary = f'{link}.tmp-{os.getpid()}'
+    try:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+        os.symlink(os.path.basename(target), temporary)
+        os.replace(temporary, link)
+    except OSError:  # file systems without links: a copy is as good
+        shutil.copyfile(target, temporary)
+        os.replace(temporary, link)
+
+
+def clean_leftovers(folder: str) -> None:
+    """Remove half-written files of runs that were killed while writing."""
+    for path in glob.glob(os.path.join(folder, '*.pth.tmp-*')):
+        try:
+            os.unlink(path)
+        except OSError:
+            pass

@@ -1,0 +1,42 @@
+"""Command lines: our own options, and ``--any.key value`` words that go to the configuration."""
+from __future__ import annotations
+
+import argparse
+from typing import List, Sequence, Tuple
+
+
+def split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Tuple[argparse.Namespace, List[str]]:
+    """Parse ``argv``: options that ``parser`` knows, and the rest as overrides.
+
+    A word that begins with ``--`` and is no option of the parser starts an override; every word after it belongs to its value
+    until the next word with ``--`` (launchers strip quotes, so a list may arrive as several words). ``--cfg-options a.b=c
+    d=e`` of mmdet3d is taken as overrides, too.
+    """
+    known = {flag: action for action in parser._actions for flag in action.option_strings}
+    ours: List[str] = []
+    overrides: List[str] = []
+    target = ours
+    for word in argv:
+        name = word.partition('=')[0]
+        if word.startswith('--') and word != '--' or word in known:
+            if name in known:
+                target = ours
+            elif name in ('--cfg-options', '--options', '--cfg_options'):
+                target = overrides
+                continue
+            else:
+                target = overrides
+        target.append(word)
+        if target is ours and name in known and known[name].nargs == 0:
+            target = ours
+    return parser.parse_args(ours), overrides
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """Options that both tools take."""
+    parser.add_argument('--allow-unsafe-checkpoint', action='store_true',
+                        help='also read checkpoint files that can run code (only if you trust their source)')
+    parser.add_argument('--allow-partial-checkpoint', action='store_true', help='go on although much of a checkpoint does not match')
+    parser.add_argument('--launcher', help='accepted and ignored: the launcher is found out from the environment')
+    parser.add_argument('--local_rank', '--local-rank', type=int, help=argparse.SUPPRESS)
+    parser.add_argument('--start-timeout', type=float, default=300.0, metavar='S', help='seconds for all processes to meet (default 300)')

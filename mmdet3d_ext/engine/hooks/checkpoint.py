@@ -1,0 +1,182 @@
+"""Checkpoints while training: written whole or not at all, a bounded number kept, the best one marked."""
+from __future__ import annotations
+
+import glob
+import json
+import math
+import os
+import re
+import shutil
+from typing import Any, Dict, Mapping, Optional
+
+from mmcv.runner import HOOKS, Hook, master_only
+
+from ..checkpoint import CheckpointWriteError, write_atomic
+
+LESS_IS_BETTER = ('loss', '_err', 'mate', 'mase', 'maoe', 'mave', 'maae')
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether a metric is an error: losses and the devkit's true-positive errors."""
+    return any(part in metric.lower() for part in LESS_IS_BETTER)
+
+
+@HOOKS.register_module()
+class SafeCheckpointHook(Hook):
+    """Saves ``epoch_<N>.pth`` every ``interval`` epochs and after the last one, and ``latest.pth`` pointing to it.
+
+    If a file cannot be written (full disk), training goes on: an alarm is logged each time, older files stay, and the last
+    state is tried once more at the end of the run.
+
+    Args:
+        interval: epochs between checkpoints.
+        max_keep_ckpts: newest files that are kept; -1 keeps all. Older ones are removed only after a newer one is safe.
+        save_optimizer: with it a run can be resumed.
+        out_dir: another folder than the run's.
+        create_symlink: whether to make ``latest.pth``.
+        save_last: also save after the last epoch when ``interval`` does not divide it.
+    """
+
+    def __init__(self, interval: int = 1, max_keep_ckpts: int = -1, save_optimizer: bool = True, out_dir: Optional[str] = None,
+                 create_symlink: bool = True, save_last: bool = True, filename_tmpl: str = 'epoch_{}.pth'):
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval == 0:
+            raise ValueError(f'checkpoint_config.interval must be a whole number of epochs (-1: only the last), got {interval!r}')
+        self.interval, self.max_keep_ckpts, self.save_optimizer = interval, max_keep_ckpts, save_optimizer
+        self.out_dir, self.create_symlink, self.save_last, self.filename_tmpl = out_dir, create_symlink, save_last, filename_tmpl
+
+    def before_run(self, runner: Any) -> None:
+        self.out_dir = os.path.abspath(self.out_dir) if self.out_dir else runner.work_dir
+        if runner.rank == 0:
+            os.makedirs(self.out_dir, exist_ok=True)
+        runner.logger.info('Checkpoints will be saved to %s by HardDiskBackend.', self.out_dir)
+
+    def after_train_epoch(self, runner: Any) -> None:
+        if self.every_n_epochs(runner, self.interval) or (self.save_last and self.is_last_epoch(runner)):
+            runner.logger.info('Saving checkpoint at %d epochs', runner.epoch + 1)
+            self._save(runner)
+
+    @master_only
+    def _save(self, runner: Any) -> None:
+        try:
+            path = runner.save_checkpoint(self.out_dir, self.filename_tmpl, self.save_optimizer, create_symlink=self.create_symlink)
+        except CheckpointWriteError as error:
+            older = _epoch_files(self.out_dir)
+            runner.save_failed = str(error)
+            runner.logger.error('ALARM: %s. Training goes on; the newest checkpoint is %s. Free some space: the next one is tried after '
+                                'the next epoch', error, older[-1][1] if older else 'none')
+            return
+        runner.save_failed = None
+        runner.last_checkpoint = path
+        if runner.meta is not None:
+            runner.meta.setdefault('hook_msgs', {})['last_ckpt'] = path
+        if self.max_keep_ckpts > 0:
+            for _, old in _epoch_files(self.out_dir)[:-self.max_keep_ckpts]:
+                if old != path:
+                    _remove(old)
+
+    @master_only
+    def after_run(self, runner: Any) -> None:
+        if runner.save_failed is None or runner.epoch < 1:
+            return
+        runner._epoch -= 1  # the state is that of the epoch that ended
+        try:
+            self._save(runner)
+        finally:
+            runner._epoch += 1
+        if runner.save_failed is None:
+            runner.logger.info('the last checkpoint is written now')
+
+
+def _epoch_files(folder: str) -> list:
+    """(epoch, path) of the checkpoints in ``folder``, oldest epoch first."""
+    found = []
+    for path in glob.glob(os.path.join(folder, 'epoch_*.pth')):
+        match = re.fullmatch(r'epoch_(\d+)\.pth', os.path.basename(path))
+        if match:
+            found.append((int(match.group(1)), path))
+    return sorted(found)
+
+
+def _remove(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError:
+        pass
+
+
+class BestKeeper:
+    """Keeps one ``best_<metric>_epoch_<N>.pth``; the score so far is in ``best.json``, so that a resumed run knows it.
+
+    Args:
+        metric: key of the metrics, for example ``object/nds``.
+        rule: 'greater', 'less', or None to tell by the name.
+    """
+
+    def __init__(self, metric: str, rule: Optional[str] = None):
+        if rule not in (None, 'greater', 'less'):
+            raise ValueError(f'evaluation.rule must be "greater" or "less", got {rule!r}')
+        self.metric = metric
+        self.less = rule == 'less' if rule else lower_is_better(metric)
+
+    def update(self, runner: Any, metrics: Mapping[str, float], folder: str) -> None:
+        """Mark the epoch that just ended if it is the best; rank 0 only. A metric that is absent or NaN is reported."""
+        if self.metric not in metrics:
+            raise KeyError(f'evaluation.save_best: there is no metric {self.metric!r}; there are {sorted(metrics)[:20]}')
+        score = float(metrics[self.metric])
+        if not math.isfinite(score):
+            runner.logger.warning('%s is %s at epoch %d, the best checkpoint stays', self.metric, score, runner.epoch + 1)
+            return
+        record_path = os.path.join(folder, 'best.json')
+        record = _read_json(record_path)
+        before = record.get('score') if record.get('metric') == self.metric else None
+        if before is not None and not (score < before if self.less else score > before):
+            return
+        epoch = runner.epoch + 1
+        name = f'best_{re.sub(r"[^A-Za-z0-9@.-]+", "_", self.metric)}_epoch_{epoch}.pth'
+        path = os.path.join(folder, name)
+        try:
+            source = os.path.join(folder, f'epoch_{epoch}.pth')
+            if os.path.isfile(source) and getattr(runner, 'last_checkpoint', None) == source:
+                _link_or_copy(source, path)
+            else:
+                write_atomic(runner.checkpoint_content(), path)
+            _write_json({'metric': self.metric, 'score': score, 'epoch': epoch, 'file': name}, record_path)
+        except (OSError, CheckpointWriteError) as error:
+            runner.logger.error('ALARM: cannot keep the best checkpoint %s: %s. The earlier one stays', name, error)
+            return
+        old = record.get('file')
+        if old and old != name and os.path.basename(old) == old:
+            _remove(os.path.join(folder, old))
+        if runner.meta is not None:
+            runner.meta.setdefault('hook_msgs', {}).update(best_score=score, best_ckpt=path)
+        runner.logger.info('Now best checkpoint is saved as %s.', name)
+        runner.logger.info('Best %s is %.4f at %d epoch.', self.metric, score, epoch)
+
+
+def _link_or_copy(source: str, path: str) -> None:
+    temporary = f'{path}.tmp-{os.getpid()}'
+    try:
+        os.link(source, temporary)
+    except OSError:
+        try:
+            shutil.copyfile(source, temporary)
+        except OSError:
+            _remove(temporary)
+            raise
+    os.replace(temporary, path)
+
+
+def _read_json(path: str) -> Dict[str, Any]:
+    try:
+        with open(path) as stream:
+            return json.load(stream)
+    except (OSError, ValueError):
+        return {}
+
+
+def _write_json(value: Mapping[str, Any], path: str) -> None:
+    temporary = f'{path}.tmp-{os.getpid()}'
+    with open(temporary, 'w') as stream:
+        json.dump(value, stream, indent=2)
+        stream.write('\n')
+    os.replace(temporary, path)

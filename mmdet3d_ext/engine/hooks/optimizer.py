@@ -1,0 +1,196 @@
+"""The optimizer step: loss scaling, accumulation, clipping, and the rule that a non-finite gradient never reaches the weights."""
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any, Dict, List, Mapping, Optional, Union
+
+import torch
+from mmcv.runner import HOOKS, Hook
+from torch import nn
+
+SEARCH_FLOOR = 1.0  # a gradient that overflows at a loss scale of 1 is not the scaler's doing
+
+
+class NonFiniteError(FloatingPointError):
+    """Too many steps in a row without a finite gradient."""
+
+
+def make_scaler(loss_scale: Union[str, float, int, Mapping[str, Any], None], device_type: str) -> torch.amp.GradScaler:
+    """torch's GradScaler from what mmcv users write: 'dynamic', a number (static), or GradScaler's arguments.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if loss_scale in (None, 'dynamic'):
+        return torch.amp.GradScaler(device_type)
+    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
+        return torch.amp.GradScaler(device_type, init_scale=float(loss_scale), growth_interval=2**31 - 1, backoff_factor=1.0 - 1e-12)
+    if isinstance(loss_scale, Mapping):
+        try:
+            return torch.amp.GradScaler(device_type, **loss_scale)
+        except TypeError as error:
+            raise ValueError(f'fp16.loss_scale: {error}; its keys are init_scale, growth_factor, backoff_factor, growth_interval') from None
+    raise ValueError(f'fp16.loss_scale must be "dynamic", a number or a mapping, got {loss_scale!r}')
+
+
+@HOOKS.register_module()
+class GuardedOptimizerHook(Hook):
+    """Backward, clip, step. Takes the places of mmcv's optimizer hooks (fp16, cumulative, both).
+
+    A step whose total gradient norm is not finite is skipped: weights, optimizer state and averages stay as they were. All
+    ranks see the same reduced gradient, so all skip together. The log tells the loss scaler's normal search ("loss scale now
+    X") from a real non-finite loss or gradient.
+
+    Args:
+        grad_clip: ``{max_norm: 35, norm_type: 2}`` or None. ``grad_norm`` in the log is the norm before clipping; skipped steps
+            are not in its average.
+        cumulative_iters: steps whose gradients are averaged into one update. A group never crosses an epoch's end; a shorter
+            last group is averaged over its own length.
+        scaler: torch GradScaler for float16, else None.
+        max_consecutive: stop with an error after so many non-finite steps in a row (the scaler's search does not count).
+    """
+
+    def __init__(self, grad_clip: Optional[Mapping[str, Any]] = None, cumulative_iters: int = 1,
+                 scaler: Optional[torch.amp.GradScaler] = None, max_consecutive: int = 50):
+        if not isinstance(cumulative_iters, int) or isinstance(cumulative_iters, bool) or cumulative_iters < 1:
+            raise ValueError(f'optimizer_config.cumulative_iters must be a whole number >= 1, got {cumulative_iters!r}')
+        unknown = set(grad_clip or {}) - {'max_norm', 'norm_type'}
+        if unknown:
+            raise ValueError(f'optimizer_config.grad_clip: unknown keys {sorted(unknown)}; it takes max_norm and norm_type')
+        self.max_norm = float(grad_clip['max_norm']) if grad_clip else None
+        self.norm_type = float((grad_clip or {}).get('norm_type', 2))
+        self.cumulative_iters, self.scaler, self.max_consecutive = cumulative_iters, scaler, max_consecutive
+        self.counts = {'steps': 0, 'scaler_skips': 0, 'nonfinite_skips': 0}
+        self.consecutive = 0
+        self._sync = contextlib.ExitStack()
+        self._checked = False
+
+    # ---- accumulation ------------------------------------------------------------------------------------------------
+    def _group(self, runner: Any) -> tuple:
+        """(whether this iteration ends a group, the group's length)."""
+        index, total, size = runner.inner_iter, len(runner.data_loader), self.cumulative_iters
+        start = index - index % size
+        length = min(size, total - start)
+        return index == start + length - 1, length
+
+    def before_run(self, runner: Any) -> None:
+        runner.defer_log = True
+        runner.optimizer.zero_grad(set_to_none=True)
+
+    def before_train_iter(self, runner: Any) -> None:
+        last, _ = self._group(runner)
+        if not last and hasattr(runner.model, 'no_sync'):
+            self._sync.enter_context(runner.model.no_sync())
+
+    def after_train_iter(self, runner: Any) -> None:
+        last, length = self._group(runner)
+        loss = runner.outputs['loss'] / length
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        self._sync.close()
+        runner.stepped = False
+        if not last:
+            runner.publish()
+            return
+        if not self._checked:
+            self._check_unused(runner)
+        if self.scaler is not None:
+            self.scaler.unscale_(runner.optimizer)
+        norm = total_norm([p.grad for g in runner.optimizer.param_groups for p in g['params'] if p.grad is not None], self.norm_type)
+        (norm_value,) = runner.publish([norm])
+        if math.isfinite(norm_value):
+            self._step(runner, norm_value)
+        else:
+            self._skip(runner)
+        if self.scaler is not None:
+            self.scaler.update()
+        runner.optimizer.zero_grad(set_to_none=True)
+
+    def _step(self, runner: Any, norm: float) -> None:
+        if self.max_norm is not None and norm > self.max_norm:
+            grads = [p.grad for g in runner.optimizer.param_groups for p in g['params'] if p.grad is not None]
+            torch._foreach_mul_(grads, self.max_norm / (norm + 1e-6))
+        # The gradients are unscaled and finite here, so the scaler has nothing left to decide.
+        runner.optimizer.step()
+        runner.stepped = True
+        runner.log_buffer.update({'grad_norm': norm}, runner.outputs['num_samples'])
+        self.counts['steps'] += 1
+        self.consecutive = 0
+
+    def _skip(self, runner: Any) -> None:
+        bad = [name for name, value in runner.outputs['log_vars'].items() if not math.isfinite(value)]
+        where = f'epoch {runner.epoch + 1}, iteration {runner.inner_iter + 1}'
+        scale = self.scaler.get_scale() if self.scaler is not None else None
+        if scale is not None and scale > SEARCH_FLOOR and not bad:
+            self.counts['scaler_skips'] += 1
+            runner.logger.info('%s: gradients overflow in float16 at loss scale %g; step skipped, loss scale now %g (the scaler\'s normal '
+                               'search)', where, scale, scale * self.scaler.get_backoff_factor())
+            return
+        self.counts['nonfinite_skips'] += 1
+        self.consecutive += 1
+        what = f'non-finite loss ({", ".join(bad)})' if bad else 'non-finite gradient (the losses are finite)'
+        runner.logger.warning('%s: %s; step skipped on all ranks, weights unchanged (%d in a row, %d in this run)', where, what,
+                              self.consecutive, self.counts['nonfinite_skips'])
+        self._name_samples(runner, where)
+        if self.consecutive >= self.max_consecutive:
+            raise NonFiniteError(f'{where}: {what} in {self.consecutive} steps in a row; the weights are those of the last finite step. '
+                                 'Lower the learning rate, or look at the samples named above')
+
+    def _name_samples(self, runner: Any, where: str) -> None:
+        """On the rank whose own losses are non-finite: which losses and samples (to stderr and the rank's log file)."""
+        local = runner.outputs.get('local_values')
+        if local is None or torch.isfinite(local).all():
+            return
+        values = local.tolist()
+        names = [n for n, v in zip(runner.outputs['log_names'], values, strict=False) if not math.isfinite(v) and n != 'loss']
+        runner.logger.error('%s, rank %d: non-finite %s for samples %s', where, runner.rank, ', '.join(names) or 'loss',
+                            sample_tokens(runner.data_batch))
+
+    def _check_unused(self, runner: Any) -> None:
+        """After the first backward: parameters without a gradient stop data-parallel training with an obscure message later."""
+        self._checked = True
+        unused = [n for n, p in runner.model.named_parameters() if p.requires_grad and p.grad is None]
+        if not unused:
+            return
+        text = (f'{len(unused)} trainable parameters got no gradient in the first step: {", ".join(unused[:8])}'
+                f'{" ..." if len(unused) > 8 else ""}')
+        if getattr(runner.model, 'distributed', False) and not runner.model.find_unused_parameters:
+            raise RuntimeError(f'{text}. Every trainable parameter must take part in every loss; freeze them (requires_grad false), or set '
+                               'find_unused_parameters: true')
+        runner.logger.warning('%s', text)
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+    def state_dict(self) -> Dict[str, Any]:
+        state: Dict[str, Any] = {'counts': dict(self.counts), 'consecutive': self.consecutive}
+        if self.scaler is not None:
+            state['scaler'] = self.scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counts.update(state.get('counts', {}))
+        self.consecutive = int(state.get('consecutive', 0))
+        if self.scaler is not None and state.get('scaler'):
+            self.scaler.load_state_dict(dict(state['scaler']))
+
+
+def total_norm(grads: List[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+    """Norm of all gradients together, a float32 scalar on their device (0 if there are none)."""
+    if not grads:
+        return torch.zeros(())
+    norms = torch._foreach_norm(grads, norm_type)
+    device = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([n.to(device, torch.float32) for n in norms]), norm_type)
+
+
+def sample_tokens(batch: Any) -> List[str]:
+    """Tokens (or indices) of the samples in a collated batch."""
+    metas = batch.get('metas') if isinstance(batch, Mapping) else None
+    metas = getattr(metas, 'data', metas)
+    if metas and isinstance(metas[0], (list, tuple)):
+        metas = [m for chunk in metas for m in chunk]
+    return [str(m.get('token', m.get('sample_idx', '?'))) for m in metas or [] if isinstance(m, Mapping)]
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether the module holds BatchNorm layers (their statistics are per rank and step)."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())

@@ -1,0 +1,172 @@
+"""mmcv's epoch runner with this project's steps: no idle sleeps, atomic checkpoints with state of the hooks, safe resuming."""
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, Dict, List, Optional, Protocol, Sequence
+
+import torch
+from mmcv.runner import RUNNERS, EpochBasedRunner
+from torch.utils.data import DataLoader
+
+from . import checkpoint as files
+
+
+class Stateful(Protocol):
+    """A hook whose state belongs in checkpoints."""
+
+    def state_dict(self) -> Dict[str, Any]:
+        ...
+
+    def load_state_dict(self, state: Dict[str, Any]) -> None:
+        ...
+
+
+@RUNNERS.register_module(force=True)
+class CustomEpochBasedRunner(EpochBasedRunner):
+    """Epoch runner. ``stateful`` maps a checkpoint key to the hook whose ``state_dict()`` is kept there.
+
+    A step's losses stay on the device (``outputs['log_values']``) until :meth:`publish` copies them to the host together with
+    whatever else the step has to look at, so that a step waits for the device once.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.stateful: Dict[str, Stateful] = {}
+        self.defer_log = False
+        self.evaluated_weights = 'raw'
+        self.save_failed: Optional[str] = None
+
+    # ---- one step -------------------------------------------------------------------------------------------------
+    def run_iter(self, data_batch: Any, train_mode: bool, **kwargs: Any) -> None:
+        step = self.model.train_step if train_mode else self.model.val_step
+        outputs = step(data_batch, self.optimizer, **kwargs)
+        if not isinstance(outputs, dict):
+            raise TypeError(f'train_step and val_step must return a dict, got {type(outputs).__name__}')
+        self.outputs = outputs
+        if 'log_vars' in outputs:
+            self.log_buffer.update(outputs['log_vars'], outputs['num_samples'])
+        elif 'log_values' in outputs and not self.defer_log:
+            self.publish()
+
+    def publish(self, extra: Sequence[torch.Tensor] = ()) -> List[float]:
+        """Copy this step's losses, and the scalars ``extra``, to the host in one transfer; log the losses.
+
+        Returns:
+            the values of ``extra``.
+        """
+        outputs = self.outputs
+        values, names = outputs['log_values'], outputs['log_names']
+        numbers = torch.cat([values.detach(), *(e.detach().reshape(1).to(values) for e in extra)]).tolist()
+        outputs['log_vars'] = dict(zip(names, numbers, strict=False))
+        self.log_buffer.update(outputs['log_vars'], outputs['num_samples'])
+        return numbers[len(names):]
+
+    def train(self, data_loader: DataLoader, **kwargs: Any) -> None:
+        self.model.train()
+        self.mode = 'train'
+        self.data_loader = data_loader
+        self._max_iters = self._max_epochs * len(data_loader)
+        self.call_hook('before_train_epoch')
+        for index, batch in enumerate(data_loader):
+            self.data_batch = batch
+            self._inner_iter = index
+            self.call_hook('before_train_iter')
+            self.run_iter(batch, train_mode=True, **kwargs)
+            self.call_hook('after_train_iter')
+            del self.data_batch
+            self._iter += 1
+        self.call_hook('after_train_epoch')
+        self._epoch += 1
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+    def checkpoint_content(self, save_optimizer: bool = True) -> Dict[str, Any]:
+        """All that a resumed run needs, as plain types and CPU tensors."""
+        model = getattr(self.model, 'module', self.model)
+        meta = dict(self.meta or {})
+        meta.update(epoch=self.epoch + 1, iter=self.iter, time=time.asctime(), evaluated_weights=self.evaluated_weights,
+                    iters_per_epoch=len(self.data_loader), world_size=self.world_size)
+        content = {'meta': meta, 'state_dict': model.state_dict()}
+        if save_optimizer and self.optimizer is not None:
+            content['optimizer'] = self.optimizer.state_dict()
+        for key, hook in self.stateful.items():
+            content[key] = hook.state_dict()
+        return {key: files.plain(value) for key, value in content.items()}
+
+    def save_checkpoint(self, out_dir: str, filename_tmpl: str = 'epoch_{}.pth', save_optimizer: bool = True,
+                        meta: Optional[Dict] = None, create_symlink: bool = True) -> str:
+        """Write the checkpoint of the epoch that just ended, whole or not at all; returns its path.
+
+        Raises:
+            CheckpointWriteError: if it cannot be written; older files are as they were.
+        """
+        path = os.path.join(out_dir, filename_tmpl.format(self.epoch + 1))
+        content = self.checkpoint_content(save_optimizer)
+        content['meta'].update(files.plain(meta or {}))
+        files.write_atomic(content, path)
+        if create_symlink:
+            files.link_atomic(path, os.path.join(out_dir, 'latest.pth'))
+        return path
+
+    def load_checkpoint(self, filename: str, map_location: str = 'cpu', strict: bool = False, revise_keys: Any = None) -> Any:
+        """Weights only, through the safe reader (custom hooks of mmcv call this)."""
+        content = files.read_checkpoint(filename)
+        files.load_weights(getattr(self.model, 'module', self.model), filename, logger=self.logger, content=content)
+        return content
+
+    def resume(self, checkpoint: str, resume_optimizer: bool = True, map_location: str = 'cpu', allow_unsafe: bool = False,
+               iters_per_epoch: Optional[int] = None) -> Dict[str, Any]:
+        """Continue from a checkpoint: weights, optimizer, hooks' state, epoch.
+
+        The learning rate follows from the epoch by the schedule's rule. The iteration count is the epoch's start at this
+        run's ``iters_per_epoch``, so that another number of ranks or another batch size keeps the epoch progress.
+
+        Raises:
+            CheckpointError: if the file is of another model, grid, or lacks what resuming needs.
+        """
+        content = files.read_checkpoint(checkpoint, allow_unsafe)
+        meta = content.get('meta')
+        if not isinstance(meta, dict) or 'epoch' not in meta or 'iter' not in meta:
+            raise files.CheckpointError(f'{checkpoint} holds no epoch and iteration, it cannot be resumed from; use --load_from')
+        model = getattr(self.model, 'module', self.model)
+        state, _ = files.pick_weights(content, checkpoint, prefer='raw')
+        files.check_same_grid(model, state, checkpoint)
+        files.load_weights(model, checkpoint, prefer='raw', complete=True, logger=self.logger, content=content)
+        self._epoch, self._iter = int(meta['epoch']), int(meta['iter'])
+        self._adapt_progress(meta, iters_per_epoch)
+        if resume_optimizer and self.optimizer is not None:
+            self._load_optimizer(content, checkpoint)
+        for key, hook in self.stateful.items():
+            if key in content:
+                hook.load_state_dict(content[key])
+            else:
+                self.logger.warning('%s has no "%s" state, it starts anew', checkpoint, key)
+        if self.meta is not None and meta.get('hook_msgs'):
+            self.meta.setdefault('hook_msgs', {}).update(meta['hook_msgs'])
+        self.logger.info('resumed epoch %d, iter %d', self.epoch, self.iter)
+        return meta
+
+    def _adapt_progress(self, meta: Dict[str, Any], iters_per_epoch: Optional[int]) -> None:
+        then = meta.get('world_size')
+        if then is not None and then != self.world_size:
+            self.logger.warning('the checkpoint was written by %s ranks, now there are %d: the effective batch size changes with '
+                                'it, the epoch is kept', then, self.world_size)
+        if iters_per_epoch and self._iter != self._epoch * iters_per_epoch:
+            self.logger.warning('an epoch has %d iterations now (%s before): iteration %d becomes %d, the start of epoch %d',
+                                iters_per_epoch, meta.get('iters_per_epoch', 'unknown'), self._iter,
+                                self._epoch * iters_per_epoch, self._epoch + 1)
+            self._iter = self._epoch * iters_per_epoch
+
+    def _load_optimizer(self, content: Dict[str, Any], path: str) -> None:
+        if 'optimizer' not in content:
+            raise files.CheckpointError(f'{path} holds no optimizer state, it cannot be resumed from; use --load_from')
+        wanted = [(g['lr'], g.get('weight_decay')) for g in self.optimizer.param_groups]
+        try:
+            self.optimizer.load_state_dict(content['optimizer'])
+        except (ValueError, KeyError) as error:
+            raise files.CheckpointError(f'{path}: its optimizer state does not fit this model and optimizer: {error}') from None
+        kept = [(g.get('initial_lr', g['lr']), g.get('weight_decay')) for g in self.optimizer.param_groups]
+        changed = [(new, old) for new, old in zip(wanted, kept, strict=False) if new != old]
+        if changed:
+            self.logger.warning('the optimizer continues with the checkpoint\'s base learning rate and weight decay %s; the '
+                                'configuration says %s', changed[0][1], changed[0][0])

@@ -1,0 +1,40 @@
+"""What every program of the project does first: the configuration, then the place among the ranks."""
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any, Sequence
+
+import torch
+
+from ..config import ConfigError, load_config
+from . import launch as launching
+
+
+def load_settings(path: str, overrides: Sequence[str]) -> Any:
+    """:func:`mmdet3d_ext.config.load_config`; a mistake in a file or override becomes one clean message.
+
+    Raises:
+        UserError: with the loader's message (file, line, key, nearest known key).
+    """
+    try:
+        return load_config(path, list(overrides))
+    except ConfigError as error:
+        raise launching.UserError(str(error)) from None
+
+
+def start(cfg: Any, arguments: argparse.Namespace) -> torch.device:
+    """Join the other ranks as configured (``dist_params.backend``, or ``dist_backend``); returns this rank's device."""
+    backend = (cfg.get('dist_params') or {}).get('backend') or cfg.get('dist_backend')
+    timeouts = {}
+    if (cfg.get('dist_params') or {}).get('timeout'):
+        timeouts['collective_timeout'] = float(cfg['dist_params']['timeout'])
+    launch, device = launching.start(backend=backend, start_timeout=arguments.start_timeout, **timeouts)
+    if arguments.launcher and launch.is_master:
+        print(f'--launcher {arguments.launcher} is not needed: started by {launch.launcher}', file=sys.stderr)
+    try:
+        import cv2
+        cv2.setNumThreads(int(cfg.get('opencv_num_threads') or 0))
+    except ImportError:
+        pass
+    return device

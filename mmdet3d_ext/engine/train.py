@@ -1,0 +1,358 @@
+"""Training from a configuration: data, model, optimizer, runner, hooks."""
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any, Dict, List, Mapping, Optional
+
+import torch
+import torch.distributed as dist
+from mmcv.runner import HOOKS, RUNNERS, build_optimizer
+from torch import nn
+
+from . import run_dir as run_dirs
+from .amp import AmpPlan, plan_amp
+from .checkpoint import clean_leftovers, load_weights, newest_checkpoint, read_checkpoint
+from .evaluate import build_evaluators, evaluate, table
+from .hooks import EpochSetupHook, EvaluationHook, GuardedOptimizerHook, SafeCheckpointHook, WeightAverageHook
+from .hooks.ema import AverageSteps
+from .hooks.optimizer import make_scaler
+from .launch import LOGGER_NAME, Launch, UserError, attach_rank_log, current
+from .parallel import StepModel
+from .runner import CustomEpochBasedRunner
+from .seeding import agree_on_seed, derive, make_deterministic, seed_all
+
+RUNNER_TYPES = ('CustomEpochBasedRunner', 'EpochBasedRunner')
+OUR_OPTIMIZER_HOOKS = (None, 'OptimizerHook', 'Fp16OptimizerHook', 'GradientCumulativeOptimizerHook',
+                       'GradientCumulativeFp16OptimizerHook', 'GuardedOptimizerHook')
+
+
+@dataclass
+class Options:
+    """What the command line adds to the configuration (see ``tools/train.py --help``)."""
+
+    run_dir: Optional[str] = None
+    resume_from: Optional[str] = None
+    load_from: Optional[str] = None
+    validate: bool = True
+    deterministic: bool = False
+    allow_unsafe_checkpoint: bool = False
+    allow_partial_checkpoint: bool = False
+
+
+@dataclass
+class Result:
+    """How a training run ended: its folder, the last metrics, and why the last checkpoint is not on the disk (None: it is)."""
+
+    run_dir: str
+    metrics: Dict[str, float]
+    save_failed: Optional[str] = None
+
+
+def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Optional[torch.device] = None) -> Result:
+    """Train the configured model to the end of its schedule, on all ranks of the current launch.
+
+    Args:
+        cfg: a resolved configuration (:func:`mmdet3d_ext.config.load_config`).
+        options: the command line's part.
+        device: this rank's device, from :func:`.launch.start`.
+
+    Raises:
+        UserError, CheckpointError: for what the user can correct. Anything else is a fault.
+    """
+    options = options or Options()
+    device = device or torch.device('cpu')
+    launch = current()
+    epochs = _max_epochs(cfg)
+    resume = options.resume_from or cfg.get('resume_from') or ('auto' if cfg.get('auto_resume') else None)
+    folder = options.run_dir or cfg.get('run_dir') or cfg.get('work_dir') or run_dirs.default_run_dir(cfg)
+    resume = _find_resume(resume, folder)
+    folder, stamp, moved = run_dirs.prepare(folder, cfg, resuming=bool(resume))
+    logger = make_logger(folder, stamp, launch, cfg.get('log_level'))
+    attach_rank_log(folder, stamp)
+    if launch.is_master:
+        clean_leftovers(folder)
+    for note in launch.notes:
+        logger.warning(note)
+    if moved:
+        logger.warning('%s held an earlier run: its files are in %s now', folder, moved)
+    if resume is None and (options.resume_from == 'auto' or cfg.get('auto_resume') or cfg.get('resume_from') == 'auto'):
+        logger.info('nothing to resume from in %s: training starts from the beginning', folder)
+
+    seed = agree_on_seed(_seed(cfg, resume, options))
+    if options.deterministic or cfg.get('deterministic'):
+        make_deterministic()
+    torch.backends.cudnn.benchmark = bool(cfg.get('cudnn_benchmark'))
+    seed_all(derive(seed, 0))  # the same on every rank, so that all build the same model
+    meta = run_dirs.build_meta(cfg, seed, launch.world_size)
+    _log_start(logger, cfg, meta, launch, device)
+
+    loader = make_loader(cfg, cfg['data']['train'], seed, train=True)
+    val_loader = make_loader(cfg, cfg['data']['val'], seed, train=False) if options.validate and cfg['data'].get('val') else None
+    model = make_model(cfg)
+    if launch.world_size > 1 and cfg.get('sync_bn') and device.type == 'cuda':
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    logger.info('Model:\n%s\n%s', model, count_parameters(model))
+    load_from = options.load_from or cfg.get('load_from')
+    if load_from and not resume:
+        content = read_checkpoint(load_from, options.allow_unsafe_checkpoint)
+        load_weights(model, load_from, allow_partial=options.allow_partial_checkpoint, logger=logger, content=content)
+        run_dirs.warn_about_origin({k: v for k, v in (content.get('meta') or {}).items() if k == 'box_convention'}, meta, load_from, logger)
+        del content
+    model.to(device)
+
+    amp = plan_amp(cfg, device, logger)
+    wrapped = StepModel(model, device, amp.dtype, bool(cfg.get('find_unused_parameters')))
+    accumulate = int((cfg.get('optimizer_config') or {}).get('cumulative_iters') or 1)
+    optimizer = make_optimizer(cfg, model, logger, launch.world_size * cfg['data']['samples_per_gpu'] * accumulate)
+    runner = make_runner(cfg, wrapped, optimizer, folder, stamp, logger, meta, epochs)
+    register_hooks(runner, cfg, amp, seed, loader, val_loader, device)
+    if resume:
+        before = runner.resume(resume, allow_unsafe=options.allow_unsafe_checkpoint, iters_per_epoch=len(loader))
+        run_dirs.warn_about_origin(before, meta, resume, logger)
+    _warn_about_warm_up(cfg, logger, epochs * len(loader))
+    if runner.epoch >= epochs:
+        logger.warning('the checkpoint is at epoch %d and max_epochs is %d: nothing is left to train', runner.epoch, epochs)
+    runner.run([loader], [('train', 1)])
+    failed = [runner.save_failed]
+    if dist.is_initialized():
+        dist.broadcast_object_list(failed, src=0)
+    return Result(folder, getattr(runner, 'metrics', {}), failed[0])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# parts, each also used by tests or by tools/test.py
+
+def make_logger(folder: str, stamp: str, launch: Launch, level: Optional[str] = None) -> logging.Logger:
+    """The logger ``mmdet3d``: rank 0 to the screen and ``<folder>/<stamp>.log`` in mmcv's format, other ranks' errors to the screen."""
+    logger = logging.getLogger(LOGGER_NAME)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.propagate = False
+    logger.setLevel(getattr(logging, str(level or 'INFO').upper(), logging.INFO))
+    plain = logging.Formatter('%(asctime)s - %(name)s - %(levelname)s - %(message)s')
+    screen = logging.StreamHandler(sys.stderr)
+    screen.setFormatter(plain)
+    screen.setLevel(logging.NOTSET if launch.is_master else logging.ERROR)
+    logger.addHandler(screen)
+    if launch.is_master:
+        file = logging.FileHandler(os.path.join(folder, f'{stamp}.log'))
+        file.setFormatter(plain)
+        logger.addHandler(file)
+    from mmcv.utils.logging import logger_initialized
+    logger_initialized[LOGGER_NAME] = True  # mmcv's and mmdet3d's get_logger then return it as it is
+    return logger
+
+
+def _log_start(logger: logging.Logger, cfg: Any, meta: Mapping[str, Any], launch: Launch, device: torch.device) -> None:
+    logger.info('Environment info:\n%s\n%s\n%s', '-' * 60, '\n'.join(f'{k}: {v}' for k, v in meta['versions'].items()), '-' * 60)
+    logger.info('Started by %s: %d process(es), backend %s, device %s', launch.launcher if launch.launcher != 'none' else 'python',
+                launch.world_size, dist.get_backend() if dist.is_initialized() else 'none', device)
+    logger.info('Code version: %s%s', meta['code_version'][:8], f' with local changes ({meta["code_changes"]})' if meta['code_changes'] else '')
+    logger.info('Config:\n%s', meta['config'])
+    logger.info('Set random seed to %d, deterministic: %s', meta['seed'], torch.are_deterministic_algorithms_enabled())
+
+
+def _max_epochs(cfg: Mapping[str, Any]) -> int:
+    epochs = cfg.get('max_epochs')
+    if epochs is None:
+        epochs = (cfg.get('runner') or {}).get('max_epochs')
+    if epochs is None and cfg.get('max_iters') is not None:
+        raise UserError('key max_iters: training is by epochs here; set max_epochs')
+    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+        raise UserError(f'key max_epochs must be a whole number >= 1, got {epochs!r}')
+    return epochs
+
+
+def _find_resume(resume: Optional[str], folder: str) -> Optional[str]:
+    """The checkpoint to resume from; 'auto' is the newest whole one in the run folder, None if there is none."""
+    if resume != 'auto':
+        return resume
+    found: List[Optional[str]] = [None]
+    if current().is_master:
+        found = [newest_checkpoint(folder, logging.getLogger(LOGGER_NAME))]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _seed(cfg: Mapping[str, Any], resume: Optional[str], options: Options) -> Optional[int]:
+    """The configured seed; a resumed run whose configuration has none keeps the seed that was drawn for it."""
+    if cfg.get('seed') is None and resume:
+        return (read_checkpoint(resume, options.allow_unsafe_checkpoint).get('meta') or {}).get('seed')
+    return cfg.get('seed')
+
+
+def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], train: bool) -> torch.utils.data.DataLoader:
+    """A data set with this rank's loader."""
+    from ..datasets.builder import build_dataloader, build_dataset
+    from ..registry import profile
+    launch = current()
+    data = cfg['data']
+    special = dict(data.get('train_dataloader' if train else 'val_dataloader') or {})
+    with profile(cfg.get('compat')):
+        dataset = build_dataset(run_dirs.to_plain(dataset_cfg), **({} if train else {'test_mode': True}))
+    samples = special.pop('samples_per_gpu', data['samples_per_gpu'] if train else 1)
+    workers = special.pop('workers_per_gpu', data.get('workers_per_gpu', 0))
+    for key in ('persistent_workers', 'prefetch_factor', 'pin_memory'):
+        if data.get(key) is not None:
+            special.setdefault(key, data[key])
+    return build_dataloader(dataset, samples, workers, shuffle=train, seed=seed, num_replicas=launch.world_size, rank=launch.rank, **special)
+
+
+def make_model(cfg: Mapping[str, Any]) -> nn.Module:
+    """The configured model with its initial (or ``init_cfg``) weights, on the CPU."""
+    from ..models.builder import build_model
+    model = build_model(run_dirs.to_plain(cfg['model']), cfg.get('compat'))
+    if hasattr(model, 'init_weights'):
+        model.init_weights()
+    return model
+
+
+def count_parameters(model: nn.Module) -> str:
+    """One line per top module: parameters, trainable ones."""
+    rows = []
+    for name, child in [*model.named_children(), ('total', model)]:
+        total = sum(p.numel() for p in child.parameters())
+        free = sum(p.numel() for p in child.parameters() if p.requires_grad)
+        rows.append(f'  {name:<12} {total / 1e6:>9.3f} M parameters, {free / 1e6:>9.3f} M trainable')
+    return '\n'.join(rows)
+
+
+def make_optimizer(cfg: Mapping[str, Any], model: nn.Module, logger: logging.Logger, batch: int) -> torch.optim.Optimizer:
+    """The configured optimizer; ``batch``: samples per update over all ranks."""
+    settings = run_dirs.to_plain(cfg['optimizer'])
+    scale = run_dirs.to_plain(cfg.get('auto_scale_lr')) or {}
+    base = scale.get('base_batch_size')
+    if base and batch != base:
+        factor = batch / base
+        if scale.get('enable'):
+            settings['lr'] = settings['lr'] * factor
+            logger.warning('auto_scale_lr: the batch is %d, the recipe\'s %d: lr %g becomes %g', batch, base, cfg['optimizer']['lr'],
+                           settings['lr'])
+        else:
+            logger.warning('\n%s\nThe effective batch is %d samples (ranks x samples_per_gpu x cumulative_iters), the recipe was made for %d.\n'
+                           'Its learning rate %g stays; scaled in proportion it would be %g (--auto_scale_lr.enable true does that).\n%s',
+                           '!' * 100, batch, base, settings['lr'], settings['lr'] * factor, '!' * 100)
+    optimizer = build_optimizer(model, settings)
+    merge_groups(optimizer)
+    return optimizer
+
+
+def merge_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Join parameter groups with equal settings: mmcv makes one per parameter, and an optimizer steps group by group."""
+    merged: Dict[str, Dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        key = json.dumps({k: v for k, v in group.items() if k != 'params'}, sort_keys=True, default=str)
+        if key in merged:
+            merged[key]['params'] = merged[key]['params'] + group['params']
+        else:
+            merged[key] = dict(group, params=list(group['params']))
+    optimizer.param_groups[:] = list(merged.values())
+
+
+def make_runner(cfg: Mapping[str, Any], model: StepModel, optimizer: torch.optim.Optimizer, folder: str, stamp: str,
+                logger: logging.Logger, meta: Dict[str, Any], epochs: int) -> CustomEpochBasedRunner:
+    """The configured runner; epochs count, both mmcv's and the reference's name give ours."""
+    settings = run_dirs.to_plain(cfg.get('runner')) or {}
+    kind = settings.pop('type', RUNNER_TYPES[0])
+    settings.pop('max_epochs', None)
+    settings.pop('max_iters', None)
+    if kind in RUNNER_TYPES:
+        cls = CustomEpochBasedRunner
+    else:
+        cls = RUNNERS.get(kind)
+        if cls is None or not issubclass(cls, CustomEpochBasedRunner):
+            raise UserError(f'key runner.type: {kind!r} is not an epoch runner of this project; use {RUNNER_TYPES[0]}')
+    runner = cls(model, optimizer=optimizer, work_dir=folder, logger=logger, meta=meta, max_epochs=epochs, **settings)
+    runner.timestamp = stamp
+    return runner
+
+
+def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: AmpPlan, seed: int, loader: Any, val_loader: Any,
+                   device: torch.device) -> None:
+    """All hooks, in mmcv's order of priorities."""
+    runner.register_hook(EpochSetupHook(seed, int(cfg.get('gt_paste_stop_epoch') or -1)), priority='VERY_HIGH')
+    runner.register_lr_hook(run_dirs.to_plain(cfg.get('lr_config')))
+    runner.register_momentum_hook(run_dirs.to_plain(cfg.get('momentum_config')))
+    _register_optimizer_hook(runner, cfg, amp, device)
+    ema = _register_ema(runner, cfg)
+    settings = run_dirs.to_plain(cfg.get('checkpoint_config'))
+    if settings is not None:
+        kind = settings.pop('type', 'CheckpointHook')
+        for key in ('by_epoch', 'file_client_args', 'sync_buffer', 'meta'):
+            settings.pop(key, None)
+        if kind not in ('CheckpointHook', 'SafeCheckpointHook'):
+            raise UserError(f'key checkpoint_config.type: {kind!r} is not known; leave it out')
+        runner.register_hook(SafeCheckpointHook(**settings), priority='NORMAL')
+    runner.register_timer_hook(dict(type='IterTimerHook'))
+    if val_loader is not None:
+        _register_evaluation(runner, cfg, val_loader, device, amp, ema)
+    runner.register_logger_hooks(run_dirs.to_plain(cfg.get('log_config')))
+    for hook in run_dirs.to_plain(cfg.get('custom_hooks')) or []:
+        if not isinstance(hook, Mapping) or HOOKS.get(str(hook.get('type'))) is None:
+            import difflib
+            near = difflib.get_close_matches(str(hook.get('type') if isinstance(hook, Mapping) else hook), list(HOOKS.module_dict), n=1)
+            raise UserError(f'key custom_hooks: unknown hook {hook!r}' + (f'; did you mean {near[0]!r}?' if near else ''))
+    runner.register_custom_hooks(run_dirs.to_plain(cfg.get('custom_hooks')))
+
+
+def _register_optimizer_hook(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: AmpPlan, device: torch.device) -> None:
+    settings = run_dirs.to_plain(cfg.get('optimizer_config')) or {}
+    kind = settings.pop('type', None)
+    if kind not in OUR_OPTIMIZER_HOOKS:
+        runner.register_optimizer_hook(dict(settings, type=kind))
+        return
+    for key in ('distributed', 'coalesce', 'bucket_size_mb', 'detect_anomalous_params'):  # mmcv's; they have no meaning here
+        settings.pop(key, None)
+    loss_scale = settings.pop('loss_scale', amp.loss_scale)
+    scaler = make_scaler(loss_scale, device.type) if amp.dtype == torch.float16 else None
+    hook = GuardedOptimizerHook(scaler=scaler, **settings)
+    runner.register_hook(hook, priority='ABOVE_NORMAL')
+    runner.stateful['optimizer_hook'] = hook
+
+
+def _register_ema(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any]) -> Optional[WeightAverageHook]:
+    settings = run_dirs.to_plain(cfg.get('ema'))
+    if not settings:
+        return None
+    settings.pop('type', None)
+    if settings.pop('enable', settings.pop('enabled', True)) is False:
+        return None
+    try:
+        hook = WeightAverageHook(**settings)
+    except TypeError as error:
+        raise UserError(f'key ema: {error}; it takes decay, evaluate, warm_up') from None
+    runner.register_hook(hook, priority='ABOVE_NORMAL')
+    runner.stateful['ema_state_dict'] = hook
+    runner.stateful['ema_info'] = AverageSteps(hook)
+    return hook
+
+
+def _register_evaluation(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], loader: Any, device: torch.device, amp: AmpPlan,
+                         ema: Optional[WeightAverageHook]) -> None:
+    settings = run_dirs.to_plain(cfg.get('evaluation')) or {}
+    model = runner.model.module
+    amp_dtype = amp.dtype if settings.get('amp') else None
+
+    def run() -> Dict[str, float]:
+        evaluators = build_evaluators(cfg, loader.dataset, os.path.join(runner.work_dir, 'eval'))
+        metrics = evaluate(model, loader, evaluators, device, amp_dtype, len(loader.dataset))
+        runner.logger.info('Evaluation of %d samples\n%s', len(loader.dataset), table(metrics))
+        return metrics
+
+    hook = EvaluationHook(run, len(loader), settings.get('interval', 1), settings.get('start'), settings.get('save_best'),
+                          settings.get('rule'), bool(settings.get('before_train')), ema)
+    runner.register_hook(hook, priority='LOW')
+
+
+def _warn_about_warm_up(cfg: Mapping[str, Any], logger: logging.Logger, iterations: int) -> None:
+    settings = cfg.get('lr_config') or {}
+    warm = settings.get('warmup_iters') if settings.get('warmup') and not settings.get('warmup_by_epoch') else None
+    if warm and warm * 2 > iterations:
+        logger.warning('lr_config.warmup_iters is %d, the whole run has %d iterations: the learning rate spends most of it in warm-up',
+                       warm, iterations)

@@ -111,7 +111,7 @@ def image_augmentation(scale: Tuple[float, float], crop: Tuple[float, float], si
 
 
 def bev_rotation_scale_translation(angle: float, scale: float, translation: Sequence[float]) -> np.ndarray:
-    """``augmented_from_lidar`` for one global augmentation: turn **clockwise** by ``angle``, translate, then scale (4x4 float64).
+    """``augmented_from_lidar`` (4x4 float64) of one global augmentation: turn **clockwise**, translate, then scale.
 
     Clockwise (seen from above) and in this order, so the translation is scaled too: the order that trained checkpoints know.
 

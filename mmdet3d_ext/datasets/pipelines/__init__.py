@@ -17,7 +17,7 @@ from .paste import ObjectPaste
 
 __all__ = [
     'Collect3D', 'DefaultFormatBundle3D', 'GTDepth', 'GlobalRotScaleTrans', 'GridMask', 'ImageAug3D', 'ImageNormalize',
-    'LoadAnnotations3D', 'LoadBEVSegmentation', 'LoadMultiViewImageFromFiles', 'LoadPointsFromFile', 'LoadPointsFromMultiSweeps',
-    'LoadRadarPointsMultiSweeps', 'ObjectNameFilter', 'ObjectPaste', 'ObjectRangeFilter', 'PointShuffle', 'PointsRangeFilter',
-    'RadarPoints', 'RandomFlip3D'
+    'LoadAnnotations3D', 'LoadBEVSegmentation', 'LoadMultiViewImageFromFiles', 'LoadPointsFromFile',
+    'LoadPointsFromMultiSweeps', 'LoadRadarPointsMultiSweeps', 'ObjectNameFilter', 'ObjectPaste', 'ObjectRangeFilter',
+    'PointShuffle', 'PointsRangeFilter', 'RadarPoints', 'RandomFlip3D'
 ]

@@ -69,7 +69,8 @@ class GTDepth:
         points = points.numpy()
         if self.keyframe_only:
             if points.shape[1] <= 4:
-                raise ValueError(f'GTDepth: keyframe_only needs the time lag in column 4, points have {points.shape[1]} columns')
+                raise ValueError(f'GTDepth: keyframe_only needs the time lag in column 4, points have '
+                                 f'{points.shape[1]} columns')
             points = points[points[:, 4] == 0]
         first = value['img'][0]
         height, width = first.shape[-2:] if isinstance(first, torch.Tensor) else as_rgb_array(first).shape[:2]

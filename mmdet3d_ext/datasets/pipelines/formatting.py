@@ -37,9 +37,9 @@ MAKERS = {'gt_bboxes_3d': 'LoadAnnotations3D', 'gt_labels_3d': 'LoadAnnotations3
           'img': 'LoadMultiViewImageFromFiles', 'points': 'LoadPointsFromFile', 'depths': 'GTDepth'}
 CAMERA_MATRICES = ('camera_intrinsics', 'camera2ego', 'lidar2camera', 'camera2lidar', 'lidar2image', 'img_aug_matrix')
 MATRICES = CAMERA_MATRICES + ('lidar2ego', 'lidar_aug_matrix')
-META_LIS_KEYS = ('token', 'sample_idx', 'lidar_path', 'timestamp', 'location', 'filename', 'ori_shape', 'img_shape', 'lidar2image',
-                 'pad_shape', 'scale_factor', 'img_norm_cfg', 'pcd_horizontal_flip', 'pcd_vertical_flip', 'box_mode_3d',
-                 'box_type_3d', 'ego2global', 'lidar2ego')
+META_LIS_KEYS = ('token', 'sample_idx', 'lidar_path', 'timestamp', 'location', 'filename', 'ori_shape', 'img_shape',
+                 'lidar2image', 'pad_shape', 'scale_factor', 'img_norm_cfg', 'pcd_horizontal_flip', 'pcd_vertical_flip',
+                 'box_mode_3d', 'box_type_3d', 'ego2global', 'lidar2ego')
 
 
 def _stacked(value: Any) -> DataContainer:

@@ -1,4 +1,4 @@
-"""Loading of camera images and annotations. Points are in ``loading_points``, radar in ``loading_radar``, maps in ``loading_map``."""
+"""Loading of camera images and annotations (points, radar and maps have files of their own)."""
 from __future__ import annotations
 
 import os

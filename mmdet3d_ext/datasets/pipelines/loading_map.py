@@ -95,8 +95,9 @@ class LoadBEVSegmentation:
         if np.linalg.det(augmented_from_lidar[:3, :3]) < 0:
             raise ValueError("LoadBEVSegmentation: with compat='reference' it must come before RandomFlip3D (the devkit's "
                              'rasteriser cannot mirror)')
-        # In the input's own precision (float32), as the reference computes it.
-        world_from_augmented = world_from_ego @ ego_from_lidar @ np.linalg.inv(augmented_from_lidar)
+        # In float32, as the reference computes it.
+        world_from_augmented = (np.asarray(world_from_ego, np.float32) @ np.asarray(ego_from_lidar, np.float32)
+                                @ np.linalg.inv(augmented_from_lidar.astype(np.float32)))
         heading = world_from_augmented[:3, :3] @ np.array([1, 0, 0])
         degrees = float(np.arctan2(heading[1], heading[0])) / np.pi * 180
         x_lo, y_lo, x_hi, y_hi = self.grid.extent

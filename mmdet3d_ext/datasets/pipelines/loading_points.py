@@ -15,7 +15,7 @@ NUM_BEAMS = 32  # beams of the car's Velodyne HDL-32E
 
 
 def read_points(path: str, load_dim: int) -> np.ndarray:
-    """``(P, load_dim)`` float32 points of a raw float32 file (``.bin``, ``.pcd.bin``) or an ``.npy`` file; a private, writable array.
+    """``(P, load_dim)`` float32 points of a raw float32 file (``.bin``, ``.pcd.bin``) or an ``.npy`` file; a writable array.
 
     Rows that hold a NaN or an infinity are removed, and one warning per file says how many. An empty file is an empty cloud.
 

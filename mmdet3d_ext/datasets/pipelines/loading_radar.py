@@ -62,7 +62,7 @@ def read_radar(path: str) -> np.ndarray:
 
 
 class RadarPoints(LiDARPoints):
-    """Radar returns; ``attribute_dims`` names the velocity columns that turn with the scene (``velocity``, ``velocity_comp``)."""
+    """Radar returns; ``attribute_dims`` names the columns that turn with the scene (``velocity``, ``velocity_comp``)."""
 
     def __init__(self, tensor, points_dim=3, attribute_dims=None):
         super().__init__(tensor, points_dim=points_dim, attribute_dims=attribute_dims)
@@ -90,12 +90,13 @@ class LoadRadarPointsMultiSweeps:
     """
 
     def __init__(self, load_dim: int = 18, use_dim: Sequence[int] = (0, 1, 2, 3, 4), sweeps_num: int = 3,
-                 file_client_args: Optional[dict] = None, max_num: Optional[int] = None, pc_range: Optional[Sequence[float]] = None,
-                 compensate_velocity: bool = False,
+                 file_client_args: Optional[dict] = None, max_num: Optional[int] = None,
+                 pc_range: Optional[Sequence[float]] = None, compensate_velocity: bool = False,
                  normalize_dims: Sequence[Tuple[int, float, float]] = ((3, 0, 50), (4, -100, 100), (5, -100, 100)),
                  filtering: str = 'default', normalize: bool = False, test_mode: bool = False):
         if load_dim != len(FIELDS):
-            raise ValueError(f'LoadRadarPointsMultiSweeps: nuScenes radar files have {len(FIELDS)} fields, load_dim is {load_dim}')
+            raise ValueError(f'LoadRadarPointsMultiSweeps: nuScenes radar files have {len(FIELDS)} fields, '
+                             f'load_dim is {load_dim}')
         columns = list(range(use_dim)) if isinstance(use_dim, int) else [int(c) for c in use_dim]
         if columns[:3] != [0, 1, 2] or min(columns) < 0 or max(columns) >= TIME_LAG + 1 + ENCODED:
             raise ValueError(f'LoadRadarPointsMultiSweeps: use_dim must start with 0, 1, 2 and stay below '

@@ -1,8 +1,9 @@
 """Map-expansion geometry (nuScenes map v1.3 JSON) as flat arrays, read once per process and location.
 
 The devkit's ``NuScenesMap`` builds every layer, lane graphs included, and intersects shapely polygons at each call. Labels
-need a few layers and only "is this cell's centre inside", so :class:`MapLayer` holds edges that a scanline fill can use directly
-(see ``map_raster``). World coordinates: metres, x east, y north, in the map's own frame (nuScenes "global").
+need a few layers and only "is this cell's centre inside", so :class:`MapLayer` holds edges that a scanline
+fill can use directly (see ``map_raster``). World coordinates: metres, x east, y north, in the map's own frame
+(nuScenes "global").
 """
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ _CACHE: 'OrderedDict[Tuple[str, int, int], MapData]' = OrderedDict()
 class Edges:
     """Edges of many polygons, so oriented that the winding number of a point counts the polygons that contain it.
 
-    ``start``, ``end``: (E, 2) float64. ``first``: (P + 1,) where polygon p's edges begin. ``boxes``: (P, 4) x_lo, y_lo, x_hi, y_hi.
+    ``start``, ``end``: (E, 2) float64. ``first``: (P + 1,) where polygon p's edges begin. ``boxes``: (P, 4) bounds as
+    x_lo, y_lo, x_hi, y_hi.
     """
 
     start: np.ndarray

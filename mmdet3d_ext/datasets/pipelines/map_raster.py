@@ -1,8 +1,8 @@
 """Drawing of map layers into BEV grids.
 
-:func:`fill` is ours: a cell belongs to a layer if its **centre** is inside a polygon (holes excluded). :func:`devkit_mask` draws as
-the nuScenes devkit does (corners rounded to cells, touched border cells included, lines two cells wide), for numbers that were
-made with it.
+:func:`fill` is ours: a cell belongs to a layer if its **centre** is inside a polygon (holes excluded). :func:`devkit_mask`
+draws as the nuScenes devkit does (corners rounded to cells, touched border cells included, lines two cells wide), for numbers
+that were made with it.
 """
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ import torch
 from mmdet3d.core.bbox import LiDARInstance3DBoxes
 
 from ...registry import PIPELINES
-from .common import require, warn_once
+from .common import check_compat, require, warn_once
 
 
 def points_in_boxes(points: np.ndarray, boxes: LiDARInstance3DBoxes) -> np.ndarray:
@@ -44,15 +44,18 @@ class ObjectPaste:
             object with ``sample_all(gt_boxes, gt_labels) -> None or dict(gt_bboxes_3d, gt_labels_3d, points)``.
         sample_2d: pasting of image patches; not supported.
         stop_epoch: first epoch without pasting; ``None``: never stop; 0 or below: never paste.
+        compat: handed to the sampler.
     """
 
-    def __init__(self, db_sampler: Union[Mapping[str, Any], Any], sample_2d: bool = False, stop_epoch: Optional[int] = None):
+    def __init__(self, db_sampler: Union[Mapping[str, Any], Any], sample_2d: bool = False, stop_epoch: Optional[int] = None,
+                 compat: Optional[str] = None):
         if sample_2d:
             raise ValueError('ObjectPaste: sample_2d=True is not supported')
+        check_compat(compat, self)
         self.stop_epoch = stop_epoch
         self.epoch = 0
         # A disabled step must not need the database on disk.
-        self.db_sampler = None if stop_epoch is not None and stop_epoch <= 0 else _build_sampler(db_sampler)
+        self.db_sampler = None if stop_epoch is not None and stop_epoch <= 0 else _build_sampler(db_sampler, compat)
 
     def set_epoch(self, epoch: int) -> None:
         """Tell the step the epoch (from 0)."""
@@ -93,12 +96,12 @@ class ObjectPaste:
         return data
 
 
-def _build_sampler(config: Any) -> Any:
+def _build_sampler(config: Any, compat: Optional[str]) -> Any:
     if not isinstance(config, Mapping):
         if not hasattr(config, 'sample_all'):
             raise TypeError(f'ObjectPaste: db_sampler must be a mapping or have sample_all(), got {type(config).__name__}')
         return config
-    args = dict(config)
+    args = {'compat': compat, **config}
     kind = args.pop('type', 'DataBaseSampler')
     if kind != 'DataBaseSampler':
         raise KeyError(f"ObjectPaste: unknown db_sampler type {kind!r}, expected 'DataBaseSampler'")

@@ -50,6 +50,9 @@ class _Voxelizer(nn.Module):
         for index, points in enumerate(clouds):
             if points.dim() != 2 or points.shape[1] < 3:
                 raise ValueError(f'points of sample {index} must be (P, >= 3), got {tuple(points.shape)}')
+            if points.dtype in (torch.float16, torch.bfloat16):
+                raise ValueError(f'points of sample {index} are {points.dtype}: half precision moves them by centimetres, keep '
+                                 'the cloud in float32')
             with torch.autocast(points.device.type, enabled=False):
                 f, c, n = self.one(points.float())
             features.append(f)

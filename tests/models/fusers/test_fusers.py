@@ -13,7 +13,8 @@ def test_conv_fuser_equals_the_fixture():
     assert set(fuser.state_dict()) == {'0.weight', *(f'1.{n}' for n in ('weight', 'bias', 'running_mean', 'running_var',
                                                                         'num_batches_tracked'))}
     fuser.load_state_dict(weights_rule().ruled_state_dict(fuser.state_dict()))
-    Golden('necks_fuser_decoder.npz').check('convfuser_out0', fuser([randn(211, (2, 80, 20, 16)), randn(212, (2, 256, 20, 16))]))
+    out = fuser([randn(211, (2, 80, 20, 16)), randn(212, (2, 256, 20, 16))])
+    Golden('necks_fuser_decoder.npz').check('convfuser_out0', out)
 
 
 def test_add_fuser_is_the_mean_and_drops_a_sensor_without_dropping_its_parameters():

@@ -1,0 +1,159 @@
+"""Building blocks of the enhanced segmentation head. Norms are GroupNorm: no statistics shared between samples or ranks.
+
+Letters: B batch, C channels, X/Y BEV cells. All statistics (norms, pooling) are computed in float32 under AMP.
+"""
+from __future__ import annotations
+
+from typing import List, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+MAX_GROUPS = 32
+# A pooled map has one cell, so a group holds its channels only. One value normalises to 0 and two to +1 and -1, whatever they
+# are; from about eight on a group carries its values. 256 channels make 32 groups of 8, the usual case.
+POOLED_GROUP_CHANNELS = 8
+
+
+def group_count(channels: int, pooled: bool = False) -> int:
+    """Number of GroupNorm groups: the largest divisor of ``channels`` up to 32.
+
+    For a pooled 1x1 map a group must hold several channels: the largest divisor with at least eight per group.
+    """
+    smallest = min(POOLED_GROUP_CHANNELS, channels) if pooled else 1
+    return max(n for n in range(1, MAX_GROUPS + 1) if channels % n == 0 and channels // n >= smallest)
+
+
+class _GroupNormReLU(torch.autograd.Function):
+    """relu(group_norm(x)) in float32, keeping input and output in the input's own type for the backward pass.
+
+    Autocast would compute the norm in float32 too, but keep a float32 copy of its input and a float32 output: three times the
+    memory at half precision.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, groups: int, eps: float):
+        x = x.contiguous()
+        batch, channels, *cells = x.shape
+        sizes = (batch, channels, cells[0] * cells[1], groups)
+        out, mean, rstd = torch.native_group_norm(x.to(weight.dtype), weight, bias, *sizes, eps)
+        out = out.relu_().to(x.dtype)
+        ctx.save_for_backward(x, out, weight, mean, rstd)
+        ctx.sizes = sizes
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, out, weight, mean, rstd = ctx.saved_tensors
+        work = mean.dtype
+        grad = grad.to(work).mul(out > 0)
+        need = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
+        grads = torch.ops.aten.native_group_norm_backward(grad.contiguous(), x.to(work), mean, rstd, weight, *ctx.sizes, need)
+        to_x = None if grads[0] is None else grads[0].to(x.dtype)
+        return to_x, grads[1], grads[2], None, None
+
+
+class GroupNormReLU(nn.GroupNorm):
+    """GroupNorm and ReLU over (B, C, X, Y); parameters ``weight`` and ``bias``."""
+
+    def __init__(self, channels: int, pooled: bool = False):
+        super().__init__(group_count(channels, pooled), channels)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        work = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return _GroupNormReLU.apply(x, self.weight.to(work), self.bias.to(work), self.num_groups, self.eps)
+
+
+def conv_block(inputs: int, outputs: int, kernel: int = 3, dilation: int = 1) -> nn.Sequential:
+    """Convolution (no bias, same size), GroupNorm, ReLU."""
+    return nn.Sequential(nn.Conv2d(inputs, outputs, kernel, padding=dilation * (kernel // 2), dilation=dilation, bias=False),
+                         GroupNormReLU(outputs))
+
+
+class PooledBranch(nn.Module):
+    """Global mean of the map, 1x1 convolution, norm, ReLU: (B, C, X, Y) -> (B, outputs, 1, 1).
+
+    Fewer than eight outputs have a bias instead of a norm: there is too little to normalise by.
+    """
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        few = outputs < POOLED_GROUP_CHANNELS
+        self.conv = nn.Conv2d(inputs, outputs, 1, bias=few)
+        self.norm = nn.ReLU() if few else GroupNormReLU(outputs, pooled=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        work = torch.promote_types(x.dtype, torch.float32)
+        mean = x.mean((2, 3), keepdim=True, dtype=work)
+        with torch.autocast(x.device.type, enabled=False):
+            return self.norm(self.conv(mean.to(self.conv.weight.dtype)))
+
+
+class ASPP(nn.Module):
+    """Atrous spatial pyramid pooling (Chen et al., arXiv 1706.05587): 1x1, dilated 3x3 and global branches, projected.
+
+    The projection of the joined branches is computed as the sum of the projections of each (the same sum in another order), so
+    the joined map, as large as all branches together, never exists.
+
+    Args:
+        inputs, outputs: channels.
+        rates: dilations of the 3x3 branches, in cells.
+    """
+
+    def __init__(self, inputs: int, outputs: int, rates: Sequence[int] = (6, 12, 18)):
+        super().__init__()
+        branches: List[nn.Module] = [conv_block(inputs, outputs, 1)]
+        branches += [conv_block(inputs, outputs, 3, rate) for rate in rates]
+        branches.append(PooledBranch(inputs, outputs))
+        self.branches = nn.ModuleList(branches)
+        self.project = nn.Sequential(nn.Conv2d(outputs * len(branches), outputs, 1, bias=False), GroupNormReLU(outputs))
+
+    def project_branch(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """Branch ``index`` and its part of the projection."""
+        branch = self.branches[index]
+        outputs = self.project[0].out_channels
+        weight = self.project[0].weight[:, index * outputs:(index + 1) * outputs]
+        return F.conv2d(branch(x), weight)
+
+    def forward(self, x: torch.Tensor, run=None) -> torch.Tensor:
+        """(B, inputs, X, Y) -> (B, outputs, X, Y). ``run(function, *args)`` calls each branch (default: directly)."""
+        total = None
+        for index in range(len(self.branches)):
+            part = run(self.project_branch, x, index) if run else self.project_branch(x, index)
+            total = part if total is None else total + part.to(total.dtype)
+        return self.project[1](total)
+
+
+class ChannelAttention(nn.Module):
+    """A gate per channel from its global mean and maximum (CBAM, Woo et al., arXiv 1807.06521), computed in float32."""
+
+    def __init__(self, channels: int, reduction: int = 16):
+        super().__init__()
+        hidden = max(channels // reduction, 4)
+        self.mlp = nn.Sequential(nn.Linear(channels, hidden), nn.ReLU(), nn.Linear(hidden, channels))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        work = self.mlp[0].weight.dtype
+        mean, peak = x.mean((2, 3), dtype=work), x.amax((2, 3)).to(work)
+        with torch.autocast(x.device.type, enabled=False):
+            gate = torch.sigmoid(self.mlp(mean) + self.mlp(peak))
+        return x * gate.to(x.dtype)[:, :, None, None]
+
+
+class SpatialAttention(nn.Module):
+    """A gate per cell from the mean and maximum over channels (CBAM), computed in float32."""
+
+    def __init__(self, kernel: int = 7):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 1, kernel, padding=kernel // 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        work = self.conv.weight.dtype
+        pooled = torch.stack((x.mean(1, dtype=work), x.amax(1).to(work)), 1)      # (B, 2, X, Y)
+        with torch.autocast(x.device.type, enabled=False):
+            gate = torch.sigmoid(self.conv(pooled))
+        return x * gate.to(x.dtype)

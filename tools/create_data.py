@@ -71,8 +71,14 @@ def fill(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    from mmdet3d_ext.datasets.info_files import (ANNOTATION_FIELDS, BASE_FIELDS, InfoFileError, check_cameras, check_fields,
-                                                 load_info_file)
+    from mmdet3d_ext.datasets.info_files import (
+        ANNOTATION_FIELDS,
+        BASE_FIELDS,
+        InfoFileError,
+        check_cameras,
+        check_fields,
+        load_info_file,
+    )
     from mmdet3d_ext.datasets.nuscenes_converter import check_map_expansion
     status = 0
     for path in args.info_file:

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from . import restricted_pickle
-from .gt_database import POINT_COLUMNS, entry_convention, read_points
+from .gt_database import POINT_COLUMNS, entry_convention
 from .info_files import InfoFileError
+from .pipelines.loading_points import read_points
 
 logger = logging.getLogger('mmdet3d_ext')
 
@@ -141,7 +142,7 @@ class DataBaseSampler:
     def _points(self, entry: Mapping[str, Any]) -> np.ndarray:
         path = os.path.join(self.data_root, entry['path']) if self.data_root else entry['path']
         if self.points_loader is None:
-            points = read_points(path, POINT_COLUMNS).copy()
+            points = read_points(path, POINT_COLUMNS)
         else:
             loaded = self.points_loader({'lidar_path': path, 'pts_filename': path})['points']
             tensor = getattr(loaded, 'tensor', loaded)

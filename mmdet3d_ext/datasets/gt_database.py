@@ -9,7 +9,7 @@ float32 (x, y, z bottom, l, w, h, yaw, vx, vy; NaN velocity = unknown), ``num_po
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Tuple
 
 import numpy as np
 
@@ -17,11 +17,10 @@ from . import restricted_pickle
 from .info_files import InfoFileError, check_fields, load_info_file
 from .nuscenes_schema import BOX_CONVENTION, OBJECT_CLASSES
 from .part_files import Parts, run_parts
+from .pipelines.loading_points import far_enough, read_points
 from .restricted_pickle import PathLike
 
 POINT_COLUMNS = 5
-# The car's own returns: closer than this in x and in y, in the sweep's own frame.
-NEAR_METRES = 1.0
 
 _WORK: Dict[str, Any] = {}
 
@@ -101,11 +100,9 @@ def points_in_box(points: np.ndarray, box: np.ndarray) -> np.ndarray:
 
 def load_points_with_sweeps(info: Mapping[str, Any], root: Path, max_sweeps: int) -> np.ndarray:
     """(P, 5) float32: the key frame (time lag 0) and up to ``max_sweeps`` sweeps in its lidar frame, near points removed."""
-    clouds = [_lagged(read_points(root / info['lidar_path']), 0.0)]
+    clouds = [_lagged(_far_points(root / info['lidar_path']), 0.0)]
     for sweep in info['sweeps'][:max_sweeps]:
-        cloud = read_points(root / sweep['data_path'])
-        near = (np.abs(cloud[:, 0]) < NEAR_METRES) & (np.abs(cloud[:, 1]) < NEAR_METRES)
-        cloud = _lagged(cloud[~near], (info['timestamp'] - sweep['timestamp']) * 1e-6)
+        cloud = _lagged(_far_points(root / sweep['data_path']), (info['timestamp'] - sweep['timestamp']) * 1e-6)
         cloud[:, :3] = cloud[:, :3] @ np.asarray(sweep['sensor2lidar_rotation']).T + sweep['sensor2lidar_translation']
         clouds.append(cloud)
     return np.concatenate(clouds)
@@ -117,17 +114,10 @@ def _lagged(cloud: np.ndarray, seconds: float) -> np.ndarray:
     return cloud
 
 
-def read_points(path: PathLike, columns: int = POINT_COLUMNS) -> np.ndarray:
-    """(P, columns) float32 of a ``.bin`` file.
-
-    Raises:
-        FileNotFoundError, ValueError: naming the file; a size that is no whole number of points is a cut-off file.
-    """
-    data = np.fromfile(path, dtype=np.float32)
-    size: Optional[int] = Path(path).stat().st_size
-    if size % (4 * columns):
-        raise ValueError(f'{path}: {size} bytes are no whole number of points of {columns} float32 values: the file is cut off')
-    return data.reshape(-1, columns)
+def _far_points(path: Path) -> np.ndarray:
+    """(P, 5) points of a file without the car's own returns."""
+    cloud = read_points(str(path), POINT_COLUMNS)
+    return cloud[far_enough(cloud)]
 
 
 def entry_convention(entries: Mapping[str, List[Mapping[str, Any]]], path: PathLike) -> Tuple[str, str]:

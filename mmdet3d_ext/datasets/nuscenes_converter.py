@@ -118,6 +118,9 @@ def check_data_root(root: PathLike, version: str) -> None:
                             f'(found in {root}: {", ".join(found) or "no v1.0-* folder"})')
     missing = [f'{version}/{name}.json' for name in TABLES if not (root / version / f'{name}.json').is_file()]
     missing += [f'{name}/' for name in ('samples',) if not (root / name).is_dir()]
+    if (root / version / 'map.json').is_file():  # the devkit opens no data set without its base maps
+        with open(root / version / 'map.json', encoding='utf-8') as file:
+            missing += [record['filename'] for record in json.load(file) if not (root / record['filename']).is_file()]
     if missing:
         raise DataRootError(f'{root}: missing {", ".join(missing)}')
 
@@ -285,7 +288,7 @@ def _annotations(nusc: Any, sample: Mapping[str, Any], lidar_from_global: np.nda
         boxes[i, :3] = rotation @ record['translation'] + lidar_from_global[:3, 3]
         width, length, height = record['size']
         boxes[i, 3:6] = length, width, height
-        heading = rotation @ _rotation(record['rotation'])[:, 0]  # the box's x axis, seen from above
+        heading = rotation @ rotation_matrix(record['rotation'])[:, 0]  # the box's x axis, seen from above
         boxes[i, 6] = np.arctan2(heading[1], heading[0])
         speed = nusc.box_velocity(record['token'])
         velocity[i] = (rotation @ np.array([speed[0], speed[1], 0.0]))[:2]
@@ -323,7 +326,7 @@ def _check_sensor_files(root: Path, scene: str, infos: Sequence[Mapping[str, Any
         raise DataRootError(f'scene {scene}: files missing under {root}: {"; ".join(problems)}')
 
 
-def _rotation(quaternion: Sequence[float]) -> np.ndarray:
+def rotation_matrix(quaternion: Sequence[float]) -> np.ndarray:
     """(3, 3) rotation of a quaternion (w, x, y, z), normalised first."""
     w, x, y, z = np.asarray(quaternion, dtype=np.float64) / np.linalg.norm(quaternion)
     return np.array([
@@ -336,7 +339,7 @@ def _rotation(quaternion: Sequence[float]) -> np.ndarray:
 def _transform(record: Mapping[str, Any]) -> np.ndarray:
     """4x4 matrix of a table record with ``rotation`` and ``translation``: parent_from_child."""
     matrix = np.eye(4)
-    matrix[:3, :3], matrix[:3, 3] = _rotation(record['rotation']), record['translation']
+    matrix[:3, :3], matrix[:3, 3] = rotation_matrix(record['rotation']), record['translation']
     return matrix
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from ..registry import DATASETS, PIPELINES
 from .epoch_state import EpochState
 from .info_files import ANNOTATION_FIELDS, BASE_FIELDS, InfoFileError, check_cameras, check_fields, load_info_file
-from .nuscenes_converter import _rotation
+from .nuscenes_converter import rotation_matrix
 from .nuscenes_schema import CAMERAS, CATEGORY_TO_CLASS, LIDAR, OBJECT_CLASSES
 from .shared_list import SharedList
 
@@ -87,8 +87,8 @@ class NuScenesDataset(Dataset):
         self.box_type_3d, self.box_mode_3d = LiDARInstance3DBoxes, Box3DMode.LIDAR
         self.compat = compat
         if self.dataset_root is not None and not os.path.isdir(self.dataset_root):
-            raise FileNotFoundError(f'NuScenesDataset: dataset_root {self.dataset_root!r} does not exist (the folder that holds '
-                                    f'samples/, sweeps/ and maps/)')
+            raise FileNotFoundError(f'NuScenesDataset: dataset_root {self.dataset_root!r} does not exist (the folder that '
+                                    f'holds samples/, sweeps/ and maps/)')
 
         loaded = load_info_file(ann_file, box_convention)
         infos = loaded.infos[::load_interval]
@@ -98,8 +98,8 @@ class NuScenesDataset(Dataset):
         paths = _PathResolver(self.dataset_root, Path(ann_file).parent, data_prefix, infos)
         infos = [paths.resolve(info) for info in infos]
         if infos and self.modality['use_lidar'] and not os.path.exists(infos[0]['lidar_path']):
-            raise FileNotFoundError(f'NuScenesDataset: {infos[0]["lidar_path"]!r}, the first point cloud of {ann_file}, does not '
-                                    f'exist; correct dataset_root (now {self.dataset_root!r})')
+            raise FileNotFoundError(f'NuScenesDataset: {infos[0]["lidar_path"]!r}, the first point cloud of {ann_file}, does '
+                                    f'not exist; correct dataset_root (now {self.dataset_root!r})')
         self.annotated = all(name in info for info in infos for name in ANNOTATION_FIELDS)
         self._classes_of = [self._labels_in(info) for info in infos] if self.annotated else None
         self.tokens = [info['token'] for info in infos]
@@ -313,7 +313,7 @@ def _camera_matrices(info: Mapping[str, Any]) -> Dict[str, List]:
 def _matrix(record: Mapping[str, Any], prefix: str) -> np.ndarray:
     """(4, 4) float64 of ``<prefix>_rotation`` (quaternion w, x, y, z) and ``<prefix>_translation``."""
     matrix = np.eye(4)
-    matrix[:3, :3], matrix[:3, 3] = _rotation(record[f'{prefix}_rotation']), record[f'{prefix}_translation']
+    matrix[:3, :3], matrix[:3, 3] = rotation_matrix(record[f'{prefix}_rotation']), record[f'{prefix}_translation']
     return matrix
 
 

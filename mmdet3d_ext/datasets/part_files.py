@@ -76,8 +76,8 @@ def run_parts(parts: Parts, names: Sequence[str], work: Callable[[str], Any], wo
                     future.result()
                     bar.update()
             except BrokenProcessPool:
-                raise RuntimeError(f'{title}: a worker process was killed, most likely for lack of memory. Run the same command '
-                                   f'again with fewer --workers: finished parts are kept') from None
+                raise RuntimeError(f'{title}: a worker process was killed, most likely for lack of memory. Run the same '
+                                   f'command again with fewer --workers: finished parts are kept') from None
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

@@ -47,7 +47,7 @@ def _allowed_globals() -> dict:
             allowed[(f'{module}.multiarray', name)] = _numpy_internal(name)
         allowed[(f'{module}.numeric', '_frombuffer')] = _numpy_internal('_frombuffer')
     for module in ('builtins', '__builtin__'):
-        for value in (set, frozenset, bytearray, complex, slice, range):
+        for value in (set, frozenset, bytes, bytearray, complex, slice, range):
             allowed[(module, value.__name__)] = value
     return allowed
 

@@ -23,17 +23,17 @@ _RECENT = 32              # samples per rank whose own counts are kept, to take 
 
 
 class BevMapIoU:
-    """Streaming map score. Memory does not depend on the number of samples but for 8 bytes each (their token's hash).
+    """Streaming map score. Of a sample, only its counts are added and its token's hash is remembered (some 60 bytes).
 
-    Keys of :meth:`compute`: ``map/<class>/iou@0.35`` ... ``@0.65``, ``map/<class>/iou@max`` (the best threshold of the class, on
-    the evaluated set itself), ``map/mean/iou@max`` (mean of the former over classes), and the same under ``map_ref/...`` on the
-    reference grid.
+    Keys of :meth:`compute`: ``map/<class>/iou@0.35`` ... ``@0.65``, ``map/<class>/iou@max`` (the best threshold of the class,
+    on the evaluated set itself), ``map/mean/iou@max`` (mean of the former over classes), and the same under
+    ``map_ref/...`` on the reference grid.
 
     *Reference grid*: cells of 0.5 m on the lattice of multiples of 0.5 m, inside both +-50 m and the native grid. Probabilities
     are area-averaged: a reference cell gets the mean of the native cells weighted by the area they share (for 0.25 m cells, the
     mean of four). A reference label is true where at least half of the cell's area is. That keeps sizes: a divider drawn
-    1.0 m wide stays two cells wide, as in labels drawn at 0.5 m, whereas "any part of the cell" would widen every shape by up to
-    a cell per side and so raise the score of blurred predictions. A native grid of 0.5 m cells is taken over unchanged.
+    1.0 m wide stays two cells wide, as in labels drawn at 0.5 m, whereas "any part of the cell" would widen every shape by up
+    to a cell per side and so raise the score of blurred predictions. A native grid of 0.5 m cells is taken over unchanged.
 
     A class that never occurs in the ground truth has no score: its values are NaN, it is left out of the mean, and
     :meth:`notes` says so. With ``compat='reference'`` it counts as 0.
@@ -109,8 +109,8 @@ class BevMapIoU:
             raise ValueError(f'BevMapIoU: predictions must be ({len(self.classes)} classes, X, Y), got '
                              f'{tuple(probabilities.shape)}')
         if labels.shape != probabilities.shape:
-            raise ValueError(f'BevMapIoU: predictions {tuple(probabilities.shape)} and labels {tuple(labels.shape)} differ; the '
-                             f'head\'s output grid (heads.map.grid_transform.output_scope) and the labels\' grid '
+            raise ValueError(f'BevMapIoU: predictions {tuple(probabilities.shape)} and labels {tuple(labels.shape)} differ; '
+                             f'the head\'s output grid (heads.map.grid_transform.output_scope) and the labels\' grid '
                              f'(LoadBEVSegmentation xbound, ybound) must agree')
         if self.grid is not None and tuple(probabilities.shape[1:]) != self.grid.shape:
             raise ValueError(f'BevMapIoU: predictions have {tuple(probabilities.shape[1:])} cells, the grid is {self.grid}')

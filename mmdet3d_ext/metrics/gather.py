@@ -76,7 +76,7 @@ def gather_results(results: Mapping[str, T], chunk: int = 256) -> Optional[Dict[
 
 
 def on_rank_zero(work: Callable[[], T]) -> T:
-    """Do ``work`` on rank 0 and give its result to all ranks; if it fails there, every rank raises (instead of waiting for ever).
+    """Do ``work`` on rank 0 and give its result to all ranks; if it fails there, every rank raises instead of waiting.
 
     Raises:
         RuntimeError: on the other ranks, with rank 0's message. Rank 0 raises its own exception.

@@ -64,14 +64,15 @@ class NuScenesDetectionMetric:
         self._detections: Dict[str, Dict[str, np.ndarray]] = {}
 
     def update(self, token: str, result: Mapping[str, Any]) -> None:
-        """Add one sample's ``boxes_3d, scores_3d, labels_3d`` (lidar frame). A sample that is there already is kept as it is."""
+        """Add one sample's ``boxes_3d, scores_3d, labels_3d`` (lidar frame). A second result of a sample is ignored."""
         if token in self._detections:
             return
         if token not in self.poses:
             raise KeyError(f'NuScenesDetectionMetric: the sample {token} is not in the evaluated data set')
         lidar2ego, ego2global = self.poses[token]
-        self._detections[token] = global_detections(result, np.asarray(lidar2ego, np.float64), np.asarray(ego2global, np.float64),
-                                                    self.classes, self.config.class_range, self.config.max_boxes_per_sample)
+        self._detections[token] = global_detections(result, np.asarray(lidar2ego, np.float64),
+                                                    np.asarray(ego2global, np.float64), self.classes, self.config.class_range,
+                                                    self.config.max_boxes_per_sample)
 
     def gather(self) -> Optional[Dict[str, Dict[str, np.ndarray]]]:
         """All ranks' samples on rank 0, each once (a collective); ``None`` on the others."""
@@ -93,25 +94,25 @@ class NuScenesDetectionMetric:
             raise ValueError('NuScenesDetectionMetric: no sample was evaluated')
         dropped = {token: int(found['dropped']) for token, found in detections.items() if found['dropped']}
         if dropped:
-            warnings.warn(f'NuScenesDetectionMetric: {sum(dropped.values())} boxes with non-finite values in {len(dropped)} samples '
-                          f'(first: {next(iter(dropped))}) were left out', stacklevel=2)
+            warnings.warn(f'NuScenesDetectionMetric: {sum(dropped.values())} boxes with non-finite values in '
+                          f'{len(dropped)} samples (first: {next(iter(dropped))}) were left out', stacklevel=2)
         return write_results(self.out_dir / 'results_nusc.json', detections, self.classes, self.modality)
 
     def _evaluate(self, detections: Mapping[str, Mapping[str, np.ndarray]]) -> Tuple[Dict[str, float], str]:
         from nuscenes.nuscenes import NuScenes
         path = self._write(detections)
         if not (Path(self.dataset_root) / self.version).is_dir():
-            raise FileNotFoundError(f'{Path(self.dataset_root) / self.version} missing: the tables of {self.version} are needed for '
-                                    f'the detection score ({path} is written)')
+            raise FileNotFoundError(f'{Path(self.dataset_root) / self.version} missing: the tables of {self.version} are '
+                                    f'needed for the detection score ({path} is written)')
         nusc = NuScenes(version=self.version, dataroot=str(self.dataset_root), verbose=False)
         if not nusc.sample_annotation:
-            raise ValueError(f'{self.version} has no annotations to evaluate against; {path} can be submitted to the evaluation '
-                             f'server (--format-only)')
+            raise ValueError(f'{self.version} has no annotations to evaluate against; {path} can be submitted to the '
+                             f'evaluation server (--format-only)')
         known = {sample['token'] for sample in nusc.sample}
         strangers = [token for token in detections if token not in known]
         if strangers:
-            raise ValueError(f'NuScenesDetectionMetric: {len(strangers)} of {len(detections)} samples (first: {strangers[0]}) are not '
-                             f'in {Path(self.dataset_root) / self.version}')
+            raise ValueError(f'NuScenesDetectionMetric: {len(strangers)} of {len(detections)} samples (first: '
+                             f'{strangers[0]}) are not in {Path(self.dataset_root) / self.version}')
         summary, table = evaluate_tokens(nusc, self.config, path, list(detections), self.out_dir)
         return object_scores(summary, self.classes), table
 

@@ -8,7 +8,7 @@ import numpy as np
 import shapely
 
 from . import catalog
-from .curves import Polyline
+from .curves import Polyline, rectangles
 from .maps import CityMap
 
 NEARBY = 72.0  # m from the recording car's route within which objects are placed
@@ -22,7 +22,7 @@ class Actor:
     """One annotated object.
 
     It either rests at ``place`` (x, y, yaw), or moves along ``line``, ``lateral`` metres to its left, with arc length
-    ``s`` at ``times``. ``role``: 'driving', 'parked', 'walking', 'standing', 'sitting' or 'object'.
+    ``s`` at ``times``. ``role``: 'driving', 'waiting', 'parked', 'walking', 'standing', 'sitting' or 'object'.
     """
     kind: str
     size: np.ndarray
@@ -108,9 +108,22 @@ class Placer:
         self.rest('construction_vehicle', xy, yaw + (0 if rng.random() < 0.5 else np.pi) + rng.uniform(-0.2, 0.2), 'parked')
         xy, yaw = at(start + 19.0, 2.6)
         self.rest('trailer', xy, yaw + (0 if rng.random() < 0.5 else np.pi) + rng.uniform(-0.04, 0.04), 'parked')
-        for _ in range(2):
-            xy, yaw = at(start + rng.uniform(9.0, 12.5), rng.uniform(1.5, 5.0))
+        for low in (10.0, 11.5):
+            xy, yaw = at(start + low + rng.uniform(0.0, 0.8), rng.uniform(1.5, 5.0))
             self.rest('construction_worker', xy, rng.uniform(-3, 3), 'standing')
+
+    def bus_stop(self, road_index: int, side: float, s: float) -> None:
+        """A bus that waits at the kerb, and people on the walkway beside it."""
+        road, rng = self.city.network.roads[road_index], self.rng
+        self.closed.setdefault((road_index, side), []).append((s - 9.0, s + 9.0))
+        # In the parking strip where there is one, otherwise in a lay-by.
+        lateral = side * (road.half_width + (-1.42 if road.parking else 1.7))
+        along = (side < 0) == self.city.network.right_hand
+        yaw = float(road.centre.heading(s)) + (0.0 if along else np.pi)
+        self.rest('bus', road.centre.offset(s, lateral), yaw, 'waiting')
+        for offset in (-4.0, 0.0, 3.0):
+            xy = road.centre.offset(s + offset + rng.uniform(-1, 1), side * (road.half_width + rng.uniform(3.4, 4.0)))
+            self.rest('adult', xy, rng.uniform(-3, 3), 'sitting' if rng.random() < 0.2 else 'standing')
 
     def roadside(self) -> None:
         """Vehicles in the parking strips."""
@@ -195,16 +208,6 @@ def footprints(actors: List[Actor], time: float) -> np.ndarray:
     poses = np.array([actor.pose(time)[:3] for actor in actors])
     sizes = np.array([actor.size[:2] for actor in actors])
     return rectangles(poses, sizes)
-
-
-def rectangles(poses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Shapely rectangles with centres and yaws (A, 3) and (length, width) (A, 2)."""
-    corners = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]]) * 0.5
-    local = corners[None] * sizes[:, None]
-    c, s = np.cos(poses[:, 2])[:, None], np.sin(poses[:, 2])[:, None]
-    world = np.stack([poses[:, :1] + c * local[..., 0] - s * local[..., 1],
-                      poses[:, 1:2] + s * local[..., 0] + c * local[..., 1]], axis=-1)
-    return shapely.polygons(world)
 
 
 def without_overlaps(actors: List[Actor], times: np.ndarray, taken: np.ndarray) -> List[Actor]:

@@ -1,4 +1,4 @@
-"""Plane curves: polylines by arc length, Bezier curves, and the devkit's "arcline paths" (Dubins paths).
+"""Plane geometry: polylines by arc length, Bezier curves, the devkit's "arcline paths" (Dubins paths), rectangles.
 
 A polyline is an (P, 2) float array in metres, in map coordinates (x east, y north); angles are radians, counter-clockwise.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import List, Optional, Tuple
 
 import numpy as np
+import shapely
 
 Pose = Tuple[float, float, float]
 
@@ -127,3 +128,13 @@ def arcline_path(line: Polyline, piece: float = 6.0) -> List[dict]:
         records.append({'start_pose': list(start), 'end_pose': list(end), 'shape': shape, 'radius': radius,
                         'segment_length': lengths})
     return records
+
+
+def rectangles(poses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Shapely rectangles with centres and yaws (A, 3) and (length, width) (A, 2)."""
+    corners = np.array([[1, 1], [-1, 1], [-1, -1], [1, -1]]) * 0.5
+    local = corners[None] * sizes[:, None]
+    c, s = np.cos(poses[:, 2])[:, None], np.sin(poses[:, 2])[:, None]
+    world = np.stack([poses[:, :1] + c * local[..., 0] - s * local[..., 1],
+                      poses[:, 1:2] + s * local[..., 0] + c * local[..., 1]], axis=-1)
+    return shapely.polygons(world)

@@ -1,4 +1,4 @@
-"""Generates a whole data set: maps, scenes, sensor files, tables; in parallel, resumable, the same bytes for the same options."""
+"""Generates a whole data set: maps, scenes, sensor files, tables; parallel, resumable, same options same bytes."""
 from __future__ import annotations
 
 import json
@@ -125,8 +125,13 @@ def _city(location: str, seed: int, blocks: int) -> maps.CityMap:
 
 
 @lru_cache(maxsize=4)
+def _material(location: str, seed: int, blocks: int):
+    return ground.paint(_city(location, seed, blocks))
+
+
+@lru_cache(maxsize=2)
 def _ground(location: str, seed: int, blocks: int) -> ground.Ground:
-    return ground.build_ground(_city(location, seed, blocks), seed)
+    return ground.build_ground(_city(location, seed, blocks), _material(location, seed, blocks), seed)
 
 
 @lru_cache(maxsize=4)
@@ -137,7 +142,7 @@ def _scene(name: str, location: str, config: GeneratorConfig) -> Scene:
 def _log(name: str, location: str, seed: int) -> Dict[str, object]:
     """Name, date and first timestamp (microseconds) of the log of one scene."""
     number = int(name.split('-')[1])
-    moment = datetime(2018, 7, 2, 9, 0, tzinfo=timezone.utc) + timedelta(days=number % 90, minutes=37 * (number % 13) + seed % 7)
+    moment = datetime(2018, 7, 2, 9, tzinfo=timezone.utc) + timedelta(days=number % 90, minutes=37 * (number % 13) + seed % 7)
     car = 'n008' if location == 'boston-seaport' else 'n015'
     return {'log': f'{car}-{moment:%Y-%m-%d-%H-%M-%S}-synthetic-{number:04d}', 'date': f'{moment:%Y-%m-%d}',
             'start': int(moment.timestamp()) * 1_000_000 + 150_000}
@@ -151,10 +156,10 @@ def _map_job(root: str, location: str, config: GeneratorConfig) -> None:
     if all(path.exists() for path in targets):
         return
     key = (location, config.seed, config.map_blocks)
-    city, painted = _city(*key), _ground(*key)
-    prior = ground.semantic_prior(city, painted.material)
+    city = _city(*key)
     content = [json.dumps(map_json.expansion_tables(city, config.seed)).encode(),
-               cv2.imencode('.png', ground.basemap(painted))[1].tobytes(), cv2.imencode('.png', prior)[1].tobytes()]
+               cv2.imencode('.png', ground.basemap(_material(*key)))[1].tobytes(),
+               cv2.imencode('.png', ground.semantic_prior(city))[1].tobytes()]
     for path, data in zip(targets, content):
         frames.write_atomic(path, data)
 

@@ -76,10 +76,13 @@ def _dashes(points: np.ndarray, dash: float, gap: float) -> List[np.ndarray]:
             for s in stations if line.length - s > 0.5]
 
 
+def _shape(city: CityMap) -> Tuple[int, int]:
+    return int(round(city.canvas[1] / CELL)), int(round(city.canvas[0] / CELL))
+
+
 def paint(city: CityMap) -> np.ndarray:
     """The material raster of a map."""
-    shape = (int(round(city.canvas[1] / CELL)), int(round(city.canvas[0] / CELL)))
-    canvas = np.full(shape, INDEX['grass'], np.uint8)
+    canvas = np.full(_shape(city), INDEX['grass'], np.uint8)
     for polygon in city.walkways:
         _fill(canvas, polygon, INDEX['walkway'])
     for polygon in city.drivable:
@@ -116,14 +119,21 @@ def paint(city: CityMap) -> np.ndarray:
 
 def texture(material: np.ndarray, rng: np.random.Generator) -> List[np.ndarray]:
     """Colour pyramid of a material raster: grain, blotches of a few metres, and averaged coarser levels."""
-    blotch = cv2.resize(rng.normal(0.0, 0.05, tuple(n // 40 + 2 for n in material.shape)).astype(np.float32),
-                        material.shape[::-1], interpolation=cv2.INTER_CUBIC)
-    grain = rng.standard_normal(material.shape, dtype=np.float32)
-    grain = 0.5 * grain + 0.5 * cv2.GaussianBlur(grain, (0, 0), 1.2) * 4.0
-    image = COLOUR[material]
-    image *= (1.0 + blotch)[..., None]
-    image += (grain * GRAIN[material])[..., None]
-    base = np.clip(image, 0, 255).astype(np.uint8)
+    rows, columns = material.shape
+    blotch = cv2.resize(rng.normal(0.0, 0.05, (rows // 40 + 2, columns // 40 + 2)).astype(np.float32), (columns, rows),
+                        interpolation=cv2.INTER_CUBIC) + 1.0
+    # The grain repeats every 51.2 m, which nobody sees.
+    tile = rng.standard_normal((512, 512), dtype=np.float32)
+    tile = 0.5 * tile + 2.0 * cv2.GaussianBlur(tile, (0, 0), 1.2, borderType=cv2.BORDER_REFLECT)
+    grain = np.tile(tile, (rows // 512 + 1, columns // 512 + 1))[:rows, :columns] * GRAIN[material]
+    base = np.empty((rows, columns, 3), np.uint8)
+    for channel in range(3):
+        lookup = np.zeros(256, np.uint8)
+        lookup[:len(COLOUR)] = COLOUR[:, channel]
+        plane = cv2.LUT(material, lookup).astype(np.float32)
+        plane *= blotch
+        plane += grain
+        base[..., channel] = np.clip(plane, 0, 255, out=plane)
     levels = [base]
     for _ in range(2):
         previous = levels[-1]
@@ -132,20 +142,21 @@ def texture(material: np.ndarray, rng: np.random.Generator) -> List[np.ndarray]:
     return levels
 
 
-def build_ground(city: CityMap, seed: int) -> Ground:
-    """Paint a map and give it colours; the same arguments give the same arrays."""
-    material = paint(city)
+def build_ground(city: CityMap, material: np.ndarray, seed: int) -> Ground:
+    """Give a painted map its colours; the same arguments give the same arrays."""
     return Ground(material, texture(material, np.random.default_rng([seed, 12, sum(city.name.encode())])))
 
 
-def semantic_prior(city: CityMap, material: np.ndarray) -> np.ndarray:
+def semantic_prior(city: CityMap) -> np.ndarray:
     """The image behind the devkit's ``MapMask``: 255 on drivable surface and walkways, north up, 0.1 m per pixel."""
-    canvas = np.zeros_like(material)
+    canvas = np.zeros(_shape(city), np.uint8)
     for polygon in [*city.walkways, *city.drivable]:
         _fill(canvas, polygon, 255)
     return canvas[::-1]
 
 
-def basemap(ground: Ground) -> np.ndarray:
-    """A grey picture of the map, north up, 0.4 m per pixel (``maps/basemap``)."""
-    return cv2.cvtColor(ground.levels[1], cv2.COLOR_RGB2GRAY)[::-1]
+def basemap(material: np.ndarray) -> np.ndarray:
+    """A grey picture of the map, north up, 0.5 m per pixel (``maps/basemap``), bright as the lidar sees it."""
+    lookup = np.zeros(256, np.uint8)
+    lookup[:len(INTENSITY)] = np.clip(INTENSITY * 1.7, 0, 255)
+    return cv2.LUT(np.ascontiguousarray(material[::-5, ::5]), lookup)

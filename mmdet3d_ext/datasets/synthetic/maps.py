@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from typing import List, Optional, Tuple
 
 import numpy as np
+import shapely
 from shapely.geometry import MultiPolygon, Point, Polygon, box
 from shapely.ops import unary_union
 from shapely.prepared import prep
 
+from .curves import rectangles
 from .roads import Road, RoadNetwork
 
 STOP_DEPTH = 1.6  # m
@@ -307,15 +309,24 @@ def _street_furniture(city: CityMap, ring, rng) -> None:
 
 def _buildings(city: CityMap, area, rng) -> None:
     """Upright boxes that fill the insides of the blocks, none on roads, walkways or carparks."""
-    fits, placed = prep(area), []
-    bounds = area.bounds if not area.is_empty else None
-    for _ in range(int(area.area / 45)) if bounds else []:
-        size = rng.uniform(7.0, 20.0, 2)
-        centre = rng.uniform(bounds[:2], bounds[2:])
-        yaw = float(rng.uniform(0, np.pi))
-        u, v = np.array([np.cos(yaw), np.sin(yaw)]), np.array([-np.sin(yaw), np.cos(yaw)])
-        footprint = _rectangle(centre - u * size[0] / 2 - v * size[1] / 2, u, v, size)
-        if fits.contains(footprint) and all(footprint.distance(other) > 1.5 for other in placed):
-            placed.append(footprint)
-            city.solids.append(Solid('building', np.array([*centre, 0.0]), (size[0], size[1], rng.uniform(5.0, 16.0)),
-                                     yaw, float(rng.uniform(0.0, 1.0))))
+    if area.is_empty:
+        return
+    count = int(area.area / 45)
+    bounds = area.bounds
+    sizes = rng.uniform(7.0, 20.0, (count, 2))
+    places = np.column_stack([rng.uniform(bounds[:2], bounds[2:], (count, 2)), rng.uniform(0, np.pi, count)])
+    heights, tones = rng.uniform(5.0, 16.0, count), rng.uniform(0.0, 1.0, count)
+    footprints = rectangles(places, sizes)
+    shapely.prepare(area)
+    fitting = np.flatnonzero(shapely.contains(area, footprints))
+    first, second = shapely.STRtree(footprints[fitting]).query(footprints[fitting], predicate='dwithin', distance=1.5)
+    neighbours = [set() for _ in fitting]
+    for i, j in zip(first.tolist(), second.tolist()):
+        neighbours[i].add(j)
+    placed = set()
+    for i, index in enumerate(fitting.tolist()):
+        if placed.isdisjoint(neighbours[i]):
+            placed.add(i)
+            city.solids.append(Solid('building', np.array([*places[index, :2], 0.0]),
+                                     (float(sizes[index, 0]), float(sizes[index, 1]), float(heights[index])),
+                                     float(places[index, 2]), float(tones[index])))

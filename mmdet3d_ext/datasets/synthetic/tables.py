@@ -14,8 +14,8 @@ from .map_json import token
 from .sensors.rig import Calibration
 from .world import Scene
 
-TABLES = ('category', 'attribute', 'visibility', 'instance', 'sensor', 'calibrated_sensor', 'ego_pose', 'log', 'scene', 'sample',
-          'sample_data', 'sample_annotation', 'map')
+TABLES = ('category', 'attribute', 'visibility', 'instance', 'sensor', 'calibrated_sensor', 'ego_pose', 'log', 'scene',
+          'sample', 'sample_data', 'sample_annotation', 'map')
 
 
 @dataclass

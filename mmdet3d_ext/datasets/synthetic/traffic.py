@@ -1,6 +1,6 @@
 """How traffic moves: vehicles follow routes over the lane graph, keep their distance and stop at red lights.
 
-Everything is simulated once per scene on a fixed time grid; sensors interpolate, so that any instant can be rendered on its own.
+Everything is simulated once per scene on a fixed time grid; sensors interpolate, so any instant can be rendered alone.
 """
 from __future__ import annotations
 

@@ -5,11 +5,13 @@ from dataclasses import dataclass
 from typing import List, Tuple
 
 import numpy as np
+import shapely
 
 from . import catalog, schema
-from .actors import NEARBY, Actor, Placer, rectangles, without_overlaps
+from .actors import NEARBY, Actor, Placer, footprints, without_overlaps
 from .config import GeneratorConfig
-from .maps import CityMap
+from .curves import rectangles
+from .maps import CityMap, Solid
 from .traffic import Driver, Signals, make_route, simulate
 
 EGO_SIZE = (4.08, 1.73)  # m, length and width
@@ -18,7 +20,7 @@ WARM_UP = 4.0  # s of traffic before the scene starts
 VIEW = 120.0  # m from the route within which background is kept
 
 # Kinds of the vehicles that start nearest to the recording car, so that each scene has them; the others are drawn by lot.
-NEAREST = ('bus', 'bicycle', 'truck', 'motorcycle', 'car', 'bicycle', 'bus', 'motorcycle')
+NEAREST = ('car', 'bicycle', 'motorcycle', 'truck', 'bus', 'car', 'bicycle', 'motorcycle')
 MIX = (('car', 0.66), ('truck', 0.1), ('bus', 0.06), ('motorcycle', 0.08), ('bicycle', 0.07), ('trailer', 0.03))
 
 
@@ -69,20 +71,22 @@ class Scene:
         track = route.line.position(route.line.stations(0.0, cruise * (self.duration + WARM_UP) + 10.0, 2.0))
         placer = Placer(city, track, rng, config.density)
         self._zones(placer, route, cruise, rng)
+        sites, placer.actors = placer.actors, []
         placer.roadside()
         placer.carparks()
         resting = placer.actors
         drivers, kinds = self._traffic(placer, start_lane.index, rng, config.density)
         green = {node: road for s, node, road in route.stops if rng.random() < 0.8}
         signals = Signals(network, {light.node for light in city.lights}, rng, green)
-        blocking = [actor.place[:2] for actor in resting if actor.kind in ('cone', 'barrier')]
+        blocking = [actor.place[:2] for actor in sites]
         self.times = simulate([self.ego, *drivers], signals, -WARM_UP, self.duration + 0.2, np.array(blocking))
         self.ego_s = np.array(self.ego.history)
         moving = self._drivers_as_actors(drivers, kinds, rng)
         placer.actors = []
         placer.walkways(self.times)
-        self.actors = self._settle(resting + moving + placer.actors)
-        self._prepare(track)
+        solids = self._clear_of(sites)
+        self.actors = self._settle(sites, resting + moving + placer.actors, solids)
+        self._prepare(track, solids)
 
     def _zones(self, placer: Placer, route, cruise: float, rng) -> None:
         """Construction sites along the way: one near the start, others further on now and then."""
@@ -104,7 +108,9 @@ class Scene:
                 if len(seen) > 1 and rng.random() < 0.5:
                     continue
                 begin = float(np.clip(along + rng.uniform(-8.0, 6.0), 9.0, max(9.0, road.length - 35.0)))
-                placer.work_zone(road.index, 1.0 if rng.random() < 0.5 else -1.0, begin)
+                side = 1.0 if rng.random() < 0.5 else -1.0
+                placer.work_zone(road.index, side, begin)
+                placer.bus_stop(road.index, -side, float(np.clip(along + 8.0, 15.0, max(15.0, road.length - 15.0))))
 
     def _traffic(self, placer: Placer, own_lane: int, rng, density: float) -> Tuple[List[Driver], List[str]]:
         network, spots = self.city.network, []
@@ -156,13 +162,21 @@ class Scene:
                                 line=driver.route.line, times=self.times, s=s - gap, lateral=driver.lateral))
         return actors
 
-    def _settle(self, actors: List[Actor]) -> List[Actor]:
-        """Drop what runs into the recording car, into buildings or into each other."""
+    def _clear_of(self, sites: List[Actor]) -> List[Solid]:
+        """The map's buildings and poles without those that stand where this scene has a construction site."""
+        areas = shapely.STRtree(shapely.buffer(footprints(sites, 0.0), 0.5)) if sites else None
+        if areas is None:
+            return list(self.city.solids)
+        shapes = rectangles(np.array([[*s.xyz[:2], s.yaw] for s in self.city.solids]),
+                            np.array([s.size[:2] for s in self.city.solids]))
+        hit = set(areas.query(shapes, predicate='intersects')[0].tolist())
+        return [solid for i, solid in enumerate(self.city.solids) if i not in hit]
+
+    def _settle(self, sites: List[Actor], others: List[Actor], solids: List[Solid]) -> List[Actor]:
+        """Drop what runs into the recording car, into buildings or into each other; sites go first."""
         times = np.arange(0.0, self.duration + 1e-6, schema.KEY_INTERVAL)
-        taken = [rectangles(np.array([[*solid.xyz[:2], solid.yaw]]), np.array([solid.size[:2]]))[0]
-                 for solid in self.city.solids if solid.kind != 'tree']
-        ego = _EgoFootprint(self)
-        return without_overlaps([ego, *actors], times, np.array(taken))[1:]
+        taken = rectangles(np.array([[*s.xyz[:2], s.yaw] for s in solids]), np.array([s.size[:2] for s in solids]))
+        return without_overlaps([_EgoFootprint(self), *sites, *others], times, taken)[1:]
 
     def ego_place(self, time: float) -> Tuple[float, float, float]:
         """x, y and yaw of the ego frame (rear axle) at a time in seconds."""
@@ -176,8 +190,8 @@ class Scene:
         pitch, roll = 0.003 * np.sin(1.7 * time + self.sun), 0.004 * np.sin(1.1 * time + 2 * self.sun)
         return rotation(yaw, pitch, roll), np.array([x, y, 0.0])
 
-    def _prepare(self, track: np.ndarray) -> None:
-        solids = [solid for solid in self.city.solids
+    def _prepare(self, track: np.ndarray, solids: List[Solid]) -> None:
+        solids = [solid for solid in solids
                   if np.min(np.hypot(*(track - solid.xyz[:2]).T)) < VIEW + max(solid.size[:2])]
         looks = [actor.parts for actor in self.actors] + [catalog.build_solid(s.kind, s.size, s.tone) for s in solids]
         self._parts = np.concatenate(looks)

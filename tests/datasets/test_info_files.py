@@ -1,0 +1,260 @@
+"""Reading info files: safety, conventions, missing fields, the mmdet3d >= 1.1 form."""
+import os
+import pickle
+import pickletools
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+from testing import shared_dir
+
+from mmdet3d_ext.datasets import info_files, restricted_pickle
+from mmdet3d_ext.datasets.gt_database import points_in_box
+from mmdet3d_ext.datasets.info_files import InfoFileError, load_info_file
+from mmdet3d_ext.datasets.pipelines.loading_points import read_points
+
+KEYFRAME = 'n015-2018-07-24-11-22-45+0800.pkl'
+
+
+def boxes(n, seed=0):
+    """(n, 7) cars in the new convention."""
+    rng = np.random.default_rng(seed)
+    return np.column_stack([rng.uniform(-40, 40, (n, 2)), rng.uniform(-1, 1, n), rng.uniform(4, 5, n), rng.uniform(1.7, 2, n),
+                            rng.uniform(1.4, 1.8, n), rng.uniform(-np.pi, np.pi, n)])
+
+
+def info(token='a', timestamp=1, n=6, convention='new', **extra):
+    gt = boxes(n)
+    return {'token': token, 'timestamp': timestamp, 'gt_boxes': gt if convention == 'new' else info_files.old_from_new_boxes(gt),
+            'gt_names': np.array(['car'] * n, dtype=np.str_), **extra}
+
+
+def write(path, infos, metadata=None):
+    restricted_pickle.save({'infos': infos, 'metadata': metadata or {}}, path)
+    return path
+
+
+# ------------------------------------------------------------------------------------------------------------- safety
+
+class Attack:
+    def __reduce__(self):
+        return os.system, ('touch /tmp/should-never-exist-mmdet3d-ext',)
+
+
+class Subtle:
+    """A callable hidden inside numpy's own reconstruction."""
+
+    def __reduce__(self):
+        return getattr, (np.ndarray, 'tofile')
+
+
+@pytest.mark.parametrize('payload, name', [(Attack(), 'posix.system'), (Subtle(), 'builtins.getattr'), (print, 'builtins.print'),
+                                           (np.random.RandomState(0), 'numpy.random')])
+def test_pickle_that_could_run_code_is_refused_and_names_the_global(tmp_path, payload, name):
+    path = tmp_path / 'bad_infos_val.pkl'
+    path.write_bytes(pickle.dumps({'infos': [{'token': payload}], 'metadata': {}}))
+    with pytest.raises(InfoFileError, match=rf'refused to load an info file: .*bad_infos_val.pkl: it asks for {name}'):
+        load_info_file(path)
+    assert not os.path.exists('/tmp/should-never-exist-mmdet3d-ext')
+
+
+@pytest.mark.parametrize('protocol', range(6))
+def test_plain_and_numpy_values_survive_every_protocol(tmp_path, protocol):
+    value = {'a': np.arange(6.0).reshape(2, 3)[:, ::-1], 'b': np.float32(2.5), 'c': np.array(['car', 'trück']), 'd': b'\xff\x00',
+             'e': {1, 2}, 'f': OrderedDict(x=[None, True, 1 + 2j]), 'g': np.array([], dtype=bool), 'h': np.bool_(True),
+             'i': np.array([1, 'x', None], dtype=object)}
+    path = tmp_path / 'x.pkl'
+    path.write_bytes(pickle.dumps(value, protocol=protocol))
+    back = restricted_pickle.load(path)
+    assert np.array_equal(back['a'], value['a']) and back['b'] == value['b'] and back['c'].tolist() == ['car', 'trück']
+    assert {k: back[k] for k in 'def'} == {k: value[k] for k in 'def'} and back['g'].dtype == bool
+    assert back['i'].tolist() == [1, 'x', None]
+
+
+def test_numpy_2_module_names_are_known(tmp_path):
+    data = pickle.dumps(np.arange(3), protocol=0).replace(b'numpy.core.multiarray', b'numpy._core.multiarray')
+    assert b'numpy._core' in data
+    (tmp_path / 'x.pkl').write_bytes(data)
+    assert restricted_pickle.load(tmp_path / 'x.pkl').tolist() == [0, 1, 2]
+
+
+def test_save_is_atomic_and_readable(tmp_path):
+    path = tmp_path / 'x.pkl'
+    restricted_pickle.save([1, 2], path)
+    with pytest.raises(Exception, match='pickle'):
+        restricted_pickle.save(lambda: None, path)
+    assert restricted_pickle.load(path) == [1, 2]
+    assert [p.name for p in tmp_path.iterdir()] == ['x.pkl']
+    assert path.stat().st_mode & 0o444 == 0o444 & ~restricted_pickle._umask()
+
+
+@pytest.mark.parametrize('keep', [0, 1, 100, -1])
+def test_cut_off_file_is_named(tmp_path, keep):
+    path = write(tmp_path / 'x_infos_val.pkl', [info()])
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(InfoFileError, match=r'x_infos_val.pkl: not a complete pickle \(\d+ bytes\).*create_data.py'):
+        load_info_file(path)
+
+
+def test_absent_file_names_the_command(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r'create_data.py nuscenes .* --extra-tag mine'):
+        load_info_file(tmp_path / 'mine_infos_val.pkl')
+
+
+def test_other_content_is_refused(tmp_path):
+    restricted_pickle.save({'state_dict': 1}, tmp_path / 'x.pkl')
+    with pytest.raises(InfoFileError, match=r"expected \{infos, metadata\} or \{data_list, metainfo\}, found \['state_dict'\]"):
+        load_info_file(tmp_path / 'x.pkl')
+    write(tmp_path / 'y.pkl', [info()], {'info_format': 99})
+    with pytest.raises(InfoFileError, match='has format 99'):
+        load_info_file(tmp_path / 'y.pkl')
+
+
+# -------------------------------------------------------------------------------------------------------- conventions
+
+def test_conversion_there_and_back_and_what_it_means():
+    new = boxes(50)
+    old = info_files.old_from_new_boxes(new)
+    assert np.allclose(info_files.new_from_old_boxes(old), new, atol=1e-12)
+    # The older convention: dims (w, l, h), yaw clockwise, heading along the box's own -y: (-sin yaw, -cos yaw).
+    assert np.array_equal(old[:, 3:5], new[:, [4, 3]])
+    heading = np.stack([-np.sin(old[:, 6]), -np.cos(old[:, 6])], 1)
+    assert np.allclose(heading, np.stack([np.cos(new[:, 6]), np.sin(new[:, 6])], 1), atol=1e-12)
+
+
+def test_conversion_matches_the_reference_fixture():
+    """`export_*` is what the reference exported for `boxes_in` (old convention) as nuScenes boxes in the lidar frame."""
+    from pyquaternion import Quaternion
+    golden = np.load(shared_dir('parity', 'data_pipeline.npz'))
+    new = info_files.new_from_old_boxes(golden['boxes_in'].astype(np.float64))
+    width_length_height = new[:, [4, 3, 5]]
+    assert np.allclose(width_length_height, golden['export_wlh'], atol=1e-5)
+    yaw = np.array([Quaternion(q).yaw_pitch_roll[0] for q in golden['export_rotation_wxyz']])
+    difference = (new[:, 6] - yaw + np.pi) % (2 * np.pi) - np.pi
+    assert np.allclose(difference, 0, atol=1e-5)
+
+
+def test_old_file_is_recognised_and_converted_with_a_warning(tmp_path, caplog):
+    path = write(tmp_path / 'x.pkl', [info('a', 2, convention='old'), info('b', 1, convention='old')], {'version': 'v1.0-mini'})
+    loaded = load_info_file(path)
+    assert [i['token'] for i in loaded.infos] == ['b', 'a'], 'sorted by time'
+    assert np.allclose(loaded.infos[0]['gt_boxes'], boxes(6), atol=1e-9)
+    assert loaded.metadata['box_convention'] == 'mmdet3d-1.0' and 'converted' in ' '.join(loaded.notes)
+    assert any('converted' in record.message for record in caplog.records)
+
+
+def test_new_file_without_metadata_is_left_alone(tmp_path):
+    loaded = load_info_file(write(tmp_path / 'x.pkl', [info()], {'version': 'v1.0-mini'}))
+    assert np.array_equal(loaded.infos[0]['gt_boxes'], boxes(6)) and 'recognised' in ' '.join(loaded.notes)
+
+
+def test_stated_old_convention_is_converted_whatever_the_number_of_boxes(tmp_path):
+    path = write(tmp_path / 'x.pkl', [info(n=1, convention='old')], {'box_convention': 'mmdet3d-pre-1.0'})
+    assert np.allclose(load_info_file(path).infos[0]['gt_boxes'], boxes(1), atol=1e-9)
+
+
+def test_contradiction_between_metadata_and_boxes_is_refused(tmp_path):
+    path = write(tmp_path / 'x.pkl', [info(convention='old')], {'box_convention': 'mmdet3d-1.0'})
+    with pytest.raises(InfoFileError, match=r'metadata says its boxes are mmdet3d-1.0, but 0 of 6 cars'):
+        load_info_file(path)
+    path = write(tmp_path / 'y.pkl', [info()], {})
+    with pytest.raises(InfoFileError, match=r'the box_convention argument says its boxes are mmdet3d-pre-1.0, but 6 of 6'):
+        load_info_file(path, box_convention='mit')
+
+
+@pytest.mark.parametrize('infos', [
+    [info(n=4)],                                              # too few to tell
+    [info('a', n=6), info('b', n=6, convention='old')],       # a mixture
+    [dict(info(n=6), gt_names=np.array(['pedestrian'] * 6))]  # nothing that is clearly long
+])
+def test_undecidable_file_is_refused_with_the_ways_out(tmp_path, infos):
+    path = write(tmp_path / 'x.pkl', infos)
+    with pytest.raises(InfoFileError, match=r'does not say its box convention and it cannot be told .*create_data.py.*box_convention'):
+        load_info_file(path)
+    loaded = load_info_file(path, box_convention='mmdet3d-1.0')
+    assert np.array_equal(loaded.infos[0]['gt_boxes'], infos[0]['gt_boxes'])
+
+
+def test_file_without_boxes_needs_no_convention(tmp_path):
+    path = write(tmp_path / 'x.pkl', [{'token': 'a', 'timestamp': 1}, dict(info(n=0), token='b')])
+    assert len(load_info_file(path).infos) == 2
+
+
+def test_unknown_convention_is_refused(tmp_path):
+    with pytest.raises(InfoFileError, match="unknown box convention 'kitti'"):
+        load_info_file(write(tmp_path / 'x.pkl', [info()], {'box_convention': 'kitti'}))
+
+
+def test_missing_field_names_sample_and_command(tmp_path):
+    infos = [info('a', 1, location='x'), info('b', 2)]
+    with pytest.raises(InfoFileError, match=r"field 'location' is missing in 1 of 2 samples \(first: index 1, token b\).*"
+                                            r'create_data.py fill-location .*--info-file f.pkl'):
+        info_files.check_fields(infos, ('token', 'location'), 'f.pkl')
+    with pytest.raises(InfoFileError, match=r"field 'valid_flag' is missing.*create_data.py nuscenes"):
+        info_files.check_fields(infos, ('valid_flag',), 'f.pkl')
+    with pytest.raises(InfoFileError, match=r'cams.CAM_FRONT.cam_intrinsic is missing \(index 0, token a\)'):
+        info_files.check_cameras([{'token': 'a', 'cams': {'CAM_FRONT': {name: 0 for name in info_files.CAMERA_FIELDS
+                                                                        if name != 'cam_intrinsic'}}}], 'f.pkl')
+
+
+# ---------------------------------------------------------------------------------------------- the form of mmdet3d >= 1.1
+
+def data_list_file(path):
+    turn = np.eye(4)
+    turn[:2, :2] = [[0, -1], [1, 0]]
+    pose, later = np.eye(4), np.eye(4)
+    pose[0, 3], later[0, 3] = 100, 103
+    sample = {
+        'token': 'a', 'timestamp': 1532402927.5, 'ego2global': later.tolist(),
+        'lidar_points': {'lidar_path': 'x.pcd.bin', 'lidar2ego': turn.tolist()},
+        'lidar_sweeps': [{'timestamp': 1532402927.0, 'ego2global': pose.tolist(), 'sample_data_token': 's',
+                          'lidar_points': {'lidar_path': 'sweeps/LIDAR_TOP/y.pcd.bin', 'lidar2ego': turn.tolist()}}],
+        'images': {name: {'img_path': f'{name}.jpg', 'cam2img': np.eye(3).tolist(), 'cam2ego': np.eye(4).tolist(),
+                          'lidar2cam': turn.tolist(), 'timestamp': 1532402927.4} for name in ('CAM_BACK', 'CAM_FRONT')},
+        'instances': [{'bbox_3d': row.tolist(), 'bbox_label_3d': 0 if i else -1, 'velocity': [1.0, 2.0], 'num_lidar_pts': 3,
+                       'num_radar_pts': 0, 'bbox_3d_isvalid': True} for i, row in enumerate(boxes(7))],
+    }
+    restricted_pickle.save({'metainfo': {'categories': {'car': 0}, 'version': 'v1.0-mini'}, 'data_list': [sample]}, path)
+    return path
+
+
+def test_data_list_form(tmp_path):
+    loaded = load_info_file(data_list_file(tmp_path / 'x.pkl'))
+    got = loaded.infos[0]
+    assert got['timestamp'] == 1532402927500000 and list(got['cams']) == ['CAM_FRONT', 'CAM_BACK'], 'our order'
+    assert got['gt_names'].tolist() == ['other'] + ['car'] * 6 and np.array_equal(got['gt_boxes'], boxes(7))
+    # the car drove 3 m along x between sweep and key frame; the lidar's own axes are turned by 90 degrees
+    sweep = got['sweeps'][0]
+    assert np.allclose(sweep['sensor2lidar_rotation'], np.eye(3)) and np.allclose(sweep['sensor2lidar_translation'], [0, 3, 0])
+    camera = got['cams']['CAM_FRONT']
+    assert np.allclose(camera['sensor2lidar_rotation'], [[0, 1, 0], [-1, 0, 0], [0, 0, 1]])
+    assert np.allclose(got['lidar2ego_rotation'], [np.sqrt(0.5), 0, 0, np.sqrt(0.5)])
+
+
+def test_data_list_error_names_the_sample(tmp_path):
+    path = data_list_file(tmp_path / 'x.pkl')
+    data = restricted_pickle.load(path)
+    del data['data_list'][0]['images']['CAM_FRONT']['lidar2cam']
+    restricted_pickle.save(data, path)
+    with pytest.raises(InfoFileError, match=r"data_list\[0\] \(token a\): KeyError 'lidar2cam'"):
+        load_info_file(path)
+
+
+def test_real_key_frame():
+    """Read with the restricted reader; z is the gravity centre: points are counted inside the boxes."""
+    folder = shared_dir('data', 'nuscenes_keyframe')
+    names = {arg for op, arg, _ in pickletools.genops((folder / KEYFRAME).read_bytes()) if op.name == 'GLOBAL'}
+    assert 'numpy.core.multiarray scalar' in names  # it does need globals, so the allow list is at work
+    loaded = load_info_file(folder / KEYFRAME)
+    got = loaded.infos[0]
+    assert len(got['gt_boxes']) == 69 and len(got['cams']) == 6 and got['sweeps'] == []
+    points = read_points(str(folder / got['lidar_path']), 5)[:, :3]
+    as_centre, as_bottom = [], []
+    for box, count in zip(got['gt_boxes'], got['num_lidar_pts']):
+        lifted = box + [0, 0, box[5] / 2, 0, 0, 0, 0]
+        as_centre.append(abs(int(points_in_box(points, box).sum()) - count))
+        as_bottom.append(abs(int(points_in_box(points, lifted).sum()) - count))
+    total = got['num_lidar_pts'].sum()
+    assert sum(as_centre) < 0.1 * total, 'the annotation counts are met with z as the centre'
+    assert sum(as_bottom) > 0.3 * total, 'and not with z as the bottom'
+    assert np.isnan(got['gt_velocity']).any(), 'unknown velocities stay unknown'

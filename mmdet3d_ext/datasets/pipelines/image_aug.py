@@ -80,8 +80,16 @@ class ImageAug3D:
         """``(H, W, 3)`` uint8 of the augmented image."""
         final_height, final_width = self.final_dim
         left, top = draw.crop
-        image = image.resize(draw.size, Image.BICUBIC)
-        image = image.crop((left, top, left + final_width, top + final_height))
+        right, bottom = left + final_width, top + final_height
+        width, height = draw.size
+        if self.compat == 'reference' or left < 0 or top < 0 or right > width or bottom > height:
+            image = image.resize(draw.size, Image.BICUBIC).crop((left, top, right, bottom))
+        else:
+            # Resample only what the crop keeps: the same filter, equal to one or two grey levels (rounding of the box).
+            scale_x, scale_y = image.width / width, image.height / height
+            box = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)
+            image = image.resize((final_width, final_height), Image.BICUBIC,
+                                 box=(box[0], box[1], min(box[2], image.width), min(box[3], image.height)))
         if draw.flip:
             image = image.transpose(Image.FLIP_LEFT_RIGHT)
         if draw.degrees:

@@ -11,11 +11,11 @@ import json
 import os
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import shapely
-from shapely.geometry import LineString, MultiPolygon, Polygon
+from shapely.geometry import LineString, Polygon
 from shapely.geometry.base import BaseGeometry
 
 POLYGON_LAYERS = ('drivable_area', 'road_segment', 'road_block', 'lane', 'ped_crossing', 'walkway', 'stop_line', 'carpark_area')
@@ -43,27 +43,24 @@ class Edges:
 
     @classmethod
     def of(cls, geometries: Sequence[BaseGeometry]) -> 'Edges':
-        starts: List[np.ndarray] = []
-        ends: List[np.ndarray] = []
-        first, boxes, total = [0], [], 0
-        for polygon in _polygons(geometries):
-            # Exterior one way round, holes the other: a hole then subtracts exactly what its exterior adds.
-            polygon = shapely.geometry.polygon.orient(polygon, 1.0)
-            for ring in (polygon.exterior, *polygon.interiors):
-                corners = shapely.get_coordinates(ring)
-                starts.append(corners[:-1])
-                ends.append(corners[1:])
-                total += len(corners) - 1
-            first.append(total)
-            boxes.append(polygon.bounds)
-        if not boxes:
+        """Edges of all polygons among ``geometries``."""
+        polygons = _polygons(geometries)
+        if not len(polygons):
             return cls(np.zeros((0, 2)), np.zeros((0, 2)), np.zeros(1, np.int64), np.zeros((0, 4)))
-        return cls(np.concatenate(starts), np.concatenate(ends), np.asarray(first), np.asarray(boxes))
+        rings, polygon_of = shapely.get_rings(polygons, return_index=True)
+        is_exterior = np.concatenate([[True], polygon_of[1:] != polygon_of[:-1]])
+        corners, ring_of = shapely.get_coordinates(rings, return_index=True)
+        joined = np.flatnonzero(ring_of[1:] == ring_of[:-1])  # a ring repeats its first corner at its end
+        start, end, ring_of = corners[joined], corners[joined + 1], ring_of[joined]
+        # Exterior one way round, holes the other: a hole then subtracts exactly what its exterior adds.
+        turned = (shapely.is_ccw(rings) != is_exterior)[ring_of, None]
+        counts = np.bincount(polygon_of[ring_of], minlength=len(polygons))
+        return cls(np.where(turned, end, start), np.where(turned, start, end), np.concatenate([[0], np.cumsum(counts)]),
+                   shapely.bounds(polygons))
 
     def near(self, box: Tuple[float, float, float, float]) -> Tuple[np.ndarray, np.ndarray]:
         """``start``, ``end`` (E', 2) of the polygons whose bounding box meets ``box`` (x_lo, y_lo, x_hi, y_hi)."""
-        hit = np.flatnonzero((self.boxes[:, 0] <= box[2]) & (self.boxes[:, 2] >= box[0])
-                             & (self.boxes[:, 1] <= box[3]) & (self.boxes[:, 3] >= box[1]))
+        hit = _meeting(self.boxes, box)
         if not len(hit):
             return self.start[:0], self.end[:0]
         index = np.concatenate([np.arange(self.first[p], self.first[p + 1]) for p in hit])
@@ -78,6 +75,7 @@ class MapLayer:
     geometries: List[BaseGeometry]
     is_line: bool
     _edges: Dict[float, Edges] = field(default_factory=dict)
+    _boxes: Optional[np.ndarray] = None
 
     def edges(self, line_width: float = 0.0) -> Edges:
         """Edges of the polygons, or of the lines widened to ``line_width`` metres (all points within half of it)."""
@@ -85,27 +83,31 @@ class MapLayer:
         if key not in self._edges:
             geometries = self.geometries
             if self.is_line:
-                geometries = [line.buffer(key / 2, quad_segs=4) for line in geometries]
+                geometries = list(shapely.buffer(np.array(geometries, dtype=object), key / 2, quad_segs=4))
             self._edges[key] = Edges.of(geometries)
         return self._edges[key]
 
+    def near(self, box: Tuple[float, float, float, float]) -> List[BaseGeometry]:
+        """The geometries whose bounding box meets ``box`` (x_lo, y_lo, x_hi, y_hi), in file order."""
+        if self._boxes is None:
+            self._boxes = shapely.bounds(self.geometries).reshape(-1, 4)
+        return [self.geometries[i] for i in _meeting(self._boxes, box)]
 
-def _polygons(geometries: Sequence[BaseGeometry]) -> List[Polygon]:
-    """All polygons of ``geometries``, self-touching ones repaired, parts of zero area dropped."""
-    found: List[Polygon] = []
-    stack = list(reversed(list(geometries)))
-    while stack:
-        geometry = stack.pop()
-        if isinstance(geometry, Polygon):
-            if not geometry.is_valid:
-                stack.append(shapely.make_valid(geometry))
-            elif geometry.area > 0:
-                found.append(geometry)
-        elif hasattr(geometry, 'geoms'):
-            if isinstance(geometry, MultiPolygon) and not geometry.is_valid:
-                geometry = shapely.make_valid(geometry)
-            stack.extend(reversed(geometry.geoms))
-    return found
+
+def _meeting(boxes: np.ndarray, box: Tuple[float, float, float, float]) -> np.ndarray:
+    """Indices of the ``boxes`` (P, 4) that meet ``box``; all as x_lo, y_lo, x_hi, y_hi."""
+    return np.flatnonzero((boxes[:, 0] <= box[2]) & (boxes[:, 2] >= box[0]) & (boxes[:, 1] <= box[3]) & (boxes[:, 3] >= box[1]))
+
+
+def _polygons(geometries: Sequence[BaseGeometry]) -> np.ndarray:
+    """All polygons of ``geometries`` (object array), self-crossing ones repaired, parts without area dropped."""
+    parts = np.array(list(geometries), dtype=object)
+    invalid = ~shapely.is_valid(parts)
+    if invalid.any():
+        parts[invalid] = shapely.make_valid(parts[invalid])
+    while (shapely.get_type_id(parts) > shapely.GeometryType.POLYGON).any():  # a collection may hold collections
+        parts = shapely.get_parts(parts)
+    return parts[(shapely.get_type_id(parts) == shapely.GeometryType.POLYGON) & (shapely.area(parts) > 0)]
 
 
 class MapData:
@@ -171,8 +173,8 @@ def _build(content: Dict[str, Any], names: Sequence[str]) -> Dict[str, MapLayer]
 
     def polygon_of(token: str) -> List[Polygon]:
         record = polygons[token]
-        exterior = [nodes[t] for t in record['exterior_node_tokens']]
-        holes = [[nodes[t] for t in hole['node_tokens']] for hole in record['holes']]
+        exterior = np.array([nodes[t] for t in record['exterior_node_tokens']])
+        holes = [np.array([nodes[t] for t in hole['node_tokens']]) for hole in record['holes']]
         if len(exterior) < 3:
             return []
         return [Polygon(exterior, [hole for hole in holes if len(hole) >= 3])]

@@ -76,7 +76,7 @@ def devkit_mask(layer: MapLayer, centre: Tuple[float, float], degrees: float, gr
     canvas = np.zeros((grid.y.cells, grid.x.cells), np.uint8)  # rows along y, as an image
     local = box(-size_x / 2, -size_y / 2, size_x / 2, size_y / 2)
     patch = affinity.rotate(affinity.translate(local, *centre), degrees, origin=centre)
-    for geometry in layer.geometries:
+    for geometry in layer.near(patch.bounds):
         if isinstance(geometry, Polygon) and not geometry.is_valid:
             if layer.name != 'drivable_area':
                 continue  # the devkit leaves these out

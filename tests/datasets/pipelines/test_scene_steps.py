@@ -251,3 +251,22 @@ def test_points_in_boxes_equals_a_slow_reference():
         expected |= ((np.abs(local) <= box[3:5] / 2).all(axis=1) & (points[:, 2] >= box[2]) & (points[:, 2] <= box[2] + box[5]))
     assert 100 < expected.sum() < 2900
     np.testing.assert_array_equal(points_in_boxes(points, boxes), expected)
+
+
+def test_paste_with_the_database_sampler(tmp_path):
+    """Built from a configuration, as training does."""
+    from mmdet3d_ext.datasets import restricted_pickle
+    from mmdet3d_ext.datasets.nuscenes_schema import BOX_CONVENTION
+    np.array([[0.1, 0.2, 0.5, 9, 0], [-0.3, 0.1, 1.0, 9, 0]], np.float32).tofile(tmp_path / 'object.bin')
+    entry = dict(name='car', path='object.bin', image_idx='x', gt_idx=0, num_points_in_gt=2, difficulty=0, group_id=0,
+                 box3d_lidar=np.array([20, 10, -1, 4, 2, 1.5, 0.3, 1, 0], np.float32), box_convention=BOX_CONVENTION)
+    restricted_pickle.save({'car': [entry]}, tmp_path / 'dbinfos.pkl')
+    step = PIPELINES.build(dict(type='ObjectPaste', stop_epoch=2, db_sampler=dict(
+        info_path=str(tmp_path / 'dbinfos.pkl'), dataset_root=str(tmp_path), classes=['car'],
+        sample_groups=dict(car=1), rate=1.0,
+        points_loader=dict(type='LoadPointsFromFile', coord_type='LIDAR', load_dim=5, use_dim=5, reduce_beams=32))))
+    data = dict(scene(num_boxes=0), gt_labels_3d=np.zeros(0, np.int64))
+    result = step(dict(data))
+    np.testing.assert_allclose(result['gt_bboxes_3d'].tensor[0].numpy(), entry['box3d_lidar'])
+    np.testing.assert_allclose(result['points'].tensor[0].numpy(), [20.1, 10.2, -0.5, 9, 0], atol=1e-5)
+    assert len(result['points']) == 202 and result['gt_labels_3d'].tolist() == [0]

@@ -7,7 +7,7 @@ from typing import Any, Dict, Optional, Sequence, Tuple
 import numpy as np
 
 from ...geometry.grid import AxisSpec, BevGrid
-from ...geometry.transforms import bev_affine
+from ...geometry.transforms import bev_affine, bev_flip
 from ...registry import PIPELINES
 from .common import CREATE_DATA, check_compat, lidar_aug_matrix, require
 from .map_layers import LINE_LAYERS, POLYGON_LAYERS, load_map
@@ -73,7 +73,8 @@ class LoadBEVSegmentation:
         layers = load_map(self.dataset_root, location).layers(self.layer_names)
         augmented_from_lidar = lidar_aug_matrix(data)
         if self.compat == 'reference':
-            masks = self._reference_masks(layers, world_from_ego, ego_from_lidar, augmented_from_lidar)
+            flips = [bool(data.get(f'pcd_{name}_flip', False)) for name in ('horizontal', 'vertical')]
+            masks = self._reference_masks(layers, world_from_ego, ego_from_lidar, augmented_from_lidar, *flips)
         else:
             masks = self._masks(layers, world_from_ego, ego_from_lidar, augmented_from_lidar)
         labels = np.zeros((len(self.classes), *self.grid.shape), np.int64 if self.compat == 'reference' else np.uint8)
@@ -91,10 +92,19 @@ class LoadBEVSegmentation:
         bev_from_world = bev_affine(np.linalg.inv(world_from_augmented), ground)
         return {name: fill(layer.edges(self.line_width), bev_from_world, self.grid) for name, layer in layers.items()}
 
-    def _reference_masks(self, layers, world_from_ego, ego_from_lidar, augmented_from_lidar) -> Dict[str, np.ndarray]:
+    def _reference_masks(self, layers, world_from_ego, ego_from_lidar, augmented_from_lidar, horizontal,
+                         vertical) -> Dict[str, np.ndarray]:
+        # The reference draws before it flips, and the devkit's rasteriser is not symmetric: draw unflipped, then mirror.
+        augmented_from_lidar = bev_flip(horizontal, vertical) @ augmented_from_lidar
         if np.linalg.det(augmented_from_lidar[:3, :3]) < 0:
-            raise ValueError("LoadBEVSegmentation: with compat='reference' it must come before RandomFlip3D (the devkit's "
-                             'rasteriser cannot mirror)')
+            raise ValueError("LoadBEVSegmentation: with compat='reference' lidar_aug_matrix may mirror only by RandomFlip3D")
+        axes = []
+        for flipped, axis, index in ((vertical, self.grid.x, 0), (horizontal, self.grid.y, 1)):
+            if flipped:
+                if abs(axis.lo + axis.hi) > 1e-6 * axis.length:
+                    raise ValueError(f"LoadBEVSegmentation: with compat='reference' flips need a range that is symmetric about "
+                                     f'zero, got [{axis.lo:g}, {axis.hi:g}] m')
+                axes.append(index)
         # In float32, as the reference computes it.
         world_from_augmented = (np.asarray(world_from_ego, np.float32) @ np.asarray(ego_from_lidar, np.float32)
                                 @ np.linalg.inv(augmented_from_lidar.astype(np.float32)))
@@ -105,4 +115,4 @@ class LoadBEVSegmentation:
         turn = np.deg2rad(degrees)
         offset = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]]) @ middle
         centre = (float(world_from_augmented[0, 3] + offset[0]), float(world_from_augmented[1, 3] + offset[1]))
-        return {name: devkit_mask(layer, centre, degrees, self.grid) for name, layer in layers.items()}
+        return {name: np.flip(devkit_mask(layer, centre, degrees, self.grid), axes) for name, layer in layers.items()}

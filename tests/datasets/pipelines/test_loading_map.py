@@ -192,12 +192,13 @@ def test_box_corner_point_and_map_corner_stay_together(tmp_path):
         assert shapely.contains_xy(outline.buffer(1e-3), x[:, 0], x[:, 1]).all()
 
 
-def test_labels_before_and_after_a_flip_are_equal(tmp_path):
+@pytest.mark.parametrize('compat', [None, 'reference'])
+def test_labels_before_and_after_a_flip_are_equal(tmp_path, compat):
     writer = MapWriter()
     writer.polygon('drivable_area', star((103, 98), 5))
     writer.line('road_divider', [(70, 90), (140, 117)])
     writer.write(tmp_path)
-    step = loader(tmp_path, classes=CLASSES)
+    step = loader(tmp_path, classes=CLASSES, compat=compat)
     flip = PIPELINES.build(dict(type='RandomFlip3D'))
     seen = set()
     for seed in range(12):
@@ -206,6 +207,7 @@ def test_labels_before_and_after_a_flip_are_equal(tmp_path):
         np.random.seed(seed)
         late = step(flip(sample(car_pose(100, 100, 20))))
         np.testing.assert_array_equal(early['gt_masks_bev'], late['gt_masks_bev'])
+        assert early['gt_masks_bev'].any()
         seen.add((early['pcd_horizontal_flip'], early['pcd_vertical_flip']))
     assert len(seen) == 4
 
@@ -282,10 +284,13 @@ def test_compat_labels_lie_near_the_default_ones(tmp_path):
     assert 0.9 < iou < 0.995  # alike, and different at the borders
 
 
-def test_compat_refuses_a_mirrored_scene(tmp_path):
+def test_compat_refuses_a_mirror_that_it_cannot_undo(tmp_path):
     rich_map().write(tmp_path)
-    with pytest.raises(ValueError, match='before RandomFlip3D'):
+    with pytest.raises(ValueError, match='only by RandomFlip3D'):
         loader(tmp_path, compat='reference')(sample(lidar_aug_matrix=bev_flip(True, False)))
+    data = sample(lidar_aug_matrix=bev_flip(True, False), pcd_horizontal_flip=True)
+    with pytest.raises(ValueError, match=r'symmetric about zero.*\[-20, 40\]'):
+        loader(tmp_path, y=[-20, 40, 0.5], compat='reference')(data)
 
 
 def test_missing_location_names_the_command(tmp_path):

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...registry import MODELS
 from ..voxel import build_voxelizer
-from .grid_check import check_same_grid, check_voxel_grid
+from .grid_check import check_same_grid, check_voxel_grid, sensor_grid
 
 SENSORS = ('camera', 'lidar', 'radar')  # the order in which the fuser gets their maps
 ENCODER_PARTS = {'camera': ('backbone', 'neck', 'vtransform'),
@@ -92,6 +92,11 @@ class BEVFusion(nn.Module):
         if not heads:
             raise ValueError('model.heads names no task')
         self.heads = nn.ModuleDict({task: MODELS.build(cfg) for task, cfg in heads.items()})
+        if self.encoders:
+            trunk = sensor_grid(*next(iter(self.encoders.items()))).grid
+            for head in self.heads.values():
+                if hasattr(head, 'check_trunk'):
+                    head.check_trunk(trunk)
         self.decoder = self._build_decoder(_present(decoder, 'model.decoder'))
         self.shared_decoder = 'backbone' in self.decoder
 

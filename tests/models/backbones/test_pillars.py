@@ -61,7 +61,8 @@ def test_radar_features_equal_a_loop_and_leave_the_input_alone():
         n = int(sizes[k])
         x = torch.zeros(4, 11)
         own = points[k, :n]
-        x[:n] = torch.cat([(own[:, :3] - low) / (high - low), own[:, 3:].nan_to_num(), own[:, :2] - centre(coords[k].float())], 1)
+        position = (own[:, :3] - low) / (high - low)
+        x[:n] = torch.cat([position, own[:, 3:].nan_to_num(), own[:, :2] - centre(coords[k].float())], 1)
         for layer in net.rfn_layers:
             x = torch.relu(layer.norm(layer.linear(x)))
         torch.testing.assert_close(out[k], x.max(0).values, rtol=1e-4, atol=1e-5)

@@ -26,7 +26,7 @@ def batch(samples=2, cameras=2):
         camera2lidar[:, n, :3, :3] = torch.tensor([[math.cos(a), 0, math.sin(a)], [-math.sin(a), 0, math.cos(a)], [0, -1, 0]])
     image[..., :2, 3] = torch.randn(samples, cameras, 2)
     depths = torch.rand(samples, cameras, 64, 96) * 12
-    depths[torch.rand_like(depths) < 0.9] = 0
+    depths[torch.rand_like(depths) < 0.99] = 0
     return {'camera_intrinsics': intrinsics, 'camera2lidar': camera2lidar, 'img_aug_matrix': image,
             'lidar_aug_matrix': torch.eye(4).repeat(samples, 1, 1), 'camera2ego': camera2lidar,
             'lidar2image': intrinsics @ torch.linalg.inv(camera2lidar), 'depths': depths}

@@ -85,8 +85,9 @@ class SparseEncoder(nn.Module):
                     shape = conv_output_shape(shape, 3, 2, padding)
                 elif block_type == 'basicblock':
                     if width != channels:
+                        first = '; or set base_channels' if stage == j == 0 else ''
                         raise ValueError(f'SparseEncoder: encoder_channels[{stage}][{j}] = {width}, but a residual block '
-                                         f'keeps its {channels} input channels')
+                                         f'keeps its {channels} input channels{first}')
                     blocks.append(sparse().Block(width, self.norm_cfg, f'subm{stage + 1}'))
                 else:
                     blocks.append(conv_unit('SubMConv3d', channels, width, 3, self.norm_cfg, self.order,

@@ -20,6 +20,8 @@ def apply() -> None:
     _quiet_mmcv()
     _mmdet3d_accepts_mmcv_172()
     _spconv_without_cuda()
+    _checkpointing_without_reentrance()
+    _descartes_draws_shapely_2()
 
 
 def _numpy_aliases() -> None:
@@ -74,3 +76,45 @@ def _spconv_without_cuda() -> None:
     ops.get_current_stream = current_stream
     if hasattr(functional, 'get_current_stream'):
         functional.get_current_stream = current_stream
+
+
+def _descartes_draws_shapely_2() -> None:
+    """descartes 1.1.0, with which nuscenes-devkit 1.2.0 draws map polygons, reads rings as arrays; shapely 2 rings are not.
+
+    ``descartes.PolygonPatch`` is replaced by the same patch made from ``ring.coords``.
+    """
+    try:
+        import descartes
+        import shapely
+    except ImportError:
+        return
+    if int(shapely.__version__.split('.')[0]) < 2:
+        return
+    import numpy as np
+    from matplotlib.patches import PathPatch
+    from matplotlib.path import Path
+
+    def polygon_patch(polygon, **kwargs):
+        parts = polygon.geoms if hasattr(polygon, 'geoms') else [polygon]
+        rings = [np.asarray(ring.coords)[:, :2] for part in parts for ring in (part.exterior, *part.interiors)]
+        codes = [code for ring in rings
+                 for code in [Path.MOVETO] + [Path.LINETO] * (len(ring) - 2) + [Path.CLOSEPOLY]]
+        return PathPatch(Path(np.concatenate(rings), codes), **kwargs)
+
+    descartes.PolygonPatch = polygon_patch
+
+
+def _checkpointing_without_reentrance() -> None:
+    """mmcv 1.7.2 and mmdet 2.28.2 call torch's activation checkpointing without ``use_reentrant`` (``with_cp: true``).
+
+    torch >= 2.4 warns about it at every block and means to refuse it; the old, reentrant kind also breaks
+    DistributedDataParallel's bookkeeping. The backbones that are used here get the other kind.
+    """
+    import functools
+    import importlib
+    import types
+
+    from torch.utils.checkpoint import checkpoint
+    shim = types.SimpleNamespace(checkpoint=functools.partial(checkpoint, use_reentrant=False))
+    for name in ('mmcv.cnn.resnet', 'mmdet.models.backbones.resnet', 'mmdet.models.backbones.swin'):
+        importlib.import_module(name).cp = shim

@@ -9,6 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import mmdet3d_ext  # noqa: E402,F401  (the shims must be in place before a test imports mmdet3d)
 
+pytest_plugins = ['datasets_fixture']
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():

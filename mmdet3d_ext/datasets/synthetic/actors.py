@@ -89,7 +89,7 @@ class Placer:
         return actor
 
     def work_zone(self, road_index: int, side: float, start: float) -> None:
-        """A construction site at the roadside, about 26 m long: cones, barriers, a machine, a trailer, workers."""
+        """A construction site at the roadside, about 33 m long: cones, barriers, a machine, a trailer, a truck, workers."""
         road, rng = self.city.network.roads[road_index], self.rng
         kerb = side * road.half_width
         self.closed.setdefault((road_index, side), []).append((start - 3.0, start + 32.0))
@@ -108,19 +108,24 @@ class Placer:
         self.rest('construction_vehicle', xy, yaw + (0 if rng.random() < 0.5 else np.pi) + rng.uniform(-0.2, 0.2), 'parked')
         xy, yaw = at(start + 19.0, 2.6)
         self.rest('trailer', xy, yaw + (0 if rng.random() < 0.5 else np.pi) + rng.uniform(-0.04, 0.04), 'parked')
+        xy, yaw = at(start + 29.0, 2.2)
+        self.rest('truck', xy, yaw + (0 if rng.random() < 0.5 else np.pi) + rng.uniform(-0.04, 0.04), 'parked')
         for low in (10.0, 11.5):
             xy, yaw = at(start + low + rng.uniform(0.0, 0.8), rng.uniform(1.5, 5.0))
             self.rest('construction_worker', xy, rng.uniform(-3, 3), 'standing')
 
     def bus_stop(self, road_index: int, side: float, s: float) -> None:
-        """A bus that waits at the kerb, and people on the walkway beside it."""
+        """A bus that waits at the kerb, people on the walkway beside it, and the cycles that they left there."""
         road, rng = self.city.network.roads[road_index], self.rng
-        self.closed.setdefault((road_index, side), []).append((s - 9.0, s + 9.0))
+        self.closed.setdefault((road_index, side), []).append((s - 13.0, s + 9.0))
         # In the parking strip where there is one, otherwise in a lay-by.
         lateral = side * (road.half_width + (-1.42 if road.parking else 1.7))
         along = (side < 0) == self.city.network.right_hand
         yaw = float(road.centre.heading(s)) + (0.0 if along else np.pi)
         self.rest('bus', road.centre.offset(s, lateral), yaw, 'waiting')
+        for offset, kind in ((-9.0, 'motorcycle'), (-10.3, 'bicycle'), (-11.4, 'bicycle'), (9.0, 'motorcycle'), (10.2, 'bicycle')):
+            xy = road.centre.offset(s + offset, side * (road.half_width + 1.4))
+            self.rest(kind, xy, yaw + np.pi / 2 + rng.uniform(-0.15, 0.15), 'parked')
         for offset in (-4.0, 0.0, 3.0):
             xy = road.centre.offset(s + offset + rng.uniform(-1, 1), side * (road.half_width + rng.uniform(3.4, 4.0)))
             self.rest('adult', xy, rng.uniform(-3, 3), 'sitting' if rng.random() < 0.2 else 'standing')

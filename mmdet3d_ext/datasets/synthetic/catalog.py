@@ -13,6 +13,8 @@ import numpy as np
 PART = np.dtype([('centre', 'f8', 3), ('size', 'f8', 3), ('colour', 'f4', 3), ('intensity', 'f4'), ('pattern', 'i4')])
 PLAIN, WINDOWS, STRIPES, LEAVES, SHADOW = range(5)
 
+CLEARANCE = np.array([0.06, 0.06, 0.03])  # m, length, width and height together
+
 GLASS = (38, 46, 56)
 TYRE = (24, 24, 26)
 PAINTS = ((176, 28, 30), (28, 64, 150), (222, 222, 226), (46, 48, 54), (150, 154, 160), (24, 98, 62), (200, 170, 60),
@@ -182,8 +184,11 @@ def _barrier(b: _Builder) -> None:
 
 
 def build_parts(kind: str, size: np.ndarray, rng: np.random.Generator, rider: bool = False) -> np.ndarray:
-    """The parts of one object of this kind: (P,) array of :data:`PART`."""
-    b = _Builder(size)
+    """The parts of one object of this kind: (P,) array of :data:`PART`.
+
+    They stay :data:`CLEARANCE` inside of the box, as annotators draw boxes that hold the noisy points too.
+    """
+    b = _Builder(size - CLEARANCE)
     if kind == 'car':
         _car(b, rng)
     elif kind in ('truck', 'ambulance'):

@@ -124,8 +124,10 @@ def _annotations(scene: Scene, boxes: Boxes, time: float, ego: Tuple[float, floa
         centre, half, yaw = boxes.hull_centre[index], boxes.hull_half[index], float(boxes.hull_yaw[index])
         if np.hypot(centre[0] - ego[0], centre[1] - ego[1]) > VISIBLE:
             continue
+        # Counted in the very box that the table holds, which has millimetres.
+        centre = np.round(centre, 3)
         found.append({
-            'actor': index, 'translation': [round(float(v), 3) for v in centre], 'yaw': yaw,
+            'actor': index, 'translation': centre.tolist(), 'yaw': yaw,
             'speed': actor.pose(time)[3],
             'num_lidar_pts': count_inside(lidar_points, centre, half, yaw),
             'num_radar_pts': count_inside(radar_points, centre, half, yaw),

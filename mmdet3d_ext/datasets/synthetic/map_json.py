@@ -107,10 +107,13 @@ def expansion_tables(city: CityMap, seed: int) -> dict:
 
 
 def _drivable_areas(city: CityMap, w: _Writer) -> List[dict]:
-    """One record of several polygons (streets and every second lot), and one record for each remaining lot."""
+    """One record of several polygons (the streets, then every second lot), and one record for each remaining lot.
+
+    The streets come first: the devkit fills a polygon and then clears its holes, in which the lots lie.
+    """
     parts = list(enumerate(city.drivable))
-    together = [part for i, part in enumerate(parts) if i % 2 == 0]
-    alone = [part for i, part in enumerate(parts) if i % 2 == 1]
+    together = [part for part in parts if part[0] == 0 or part[0] % 2 == 1]
+    alone = [part for part in parts if part not in together]
     records = [{'token': w.new('drivable_area', 'streets'),
                 'polygon_tokens': [w.polygon(p, 'drivable_area', i) for i, p in together]}]
     return records + [{'token': w.new('drivable_area', i), 'polygon_tokens': [w.polygon(p, 'drivable_area', i)]}

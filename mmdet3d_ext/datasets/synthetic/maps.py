@@ -245,13 +245,16 @@ def _carparks(city: CityMap, block: Polygon, share: float, rng) -> List[Carpark]
 
 def _private_lot(block: Polygon, rng) -> Optional[Carpark]:
     """A lot inside a block that no public road reaches: a separate part of the drivable area."""
-    angle = float(np.deg2rad(rng.uniform(-30, 30)))
-    u, v = np.array([np.cos(angle), np.sin(angle)]), np.array([-np.sin(angle), np.cos(angle)])
+    inside = prep(block.buffer(-6.0))
     size = (6 * BAY[0] + 1.0, 2 * BAY[1] + 6.0)
-    centre = np.array(block.representative_point().coords[0])
-    origin = centre - u * size[0] / 2 - v * size[1] / 2
-    rectangle = _rectangle(origin, u, v, size)
-    return Carpark(rectangle, origin, u, v, size, None) if block.buffer(-6.0).contains(rectangle) else None
+    centre = np.array(block.centroid.coords[0])
+    for angle in np.deg2rad(rng.uniform(-45, 45, 8)):
+        u, v = np.array([np.cos(angle), np.sin(angle)]), np.array([-np.sin(angle), np.cos(angle)])
+        origin = centre - u * size[0] / 2 - v * size[1] / 2
+        rectangle = _rectangle(origin, u, v, size)
+        if inside.contains(rectangle):
+            return Carpark(rectangle, origin, u, v, size, None)
+    return None
 
 
 def _blocks(city: CityMap, paved: Polygon, rng) -> None:
@@ -263,7 +266,10 @@ def _blocks(city: CityMap, paved: Polygon, rng) -> None:
     for index, block in enumerate([*blocks, outside]):
         inner = index < len(blocks)
         border = polygons_of(block)[0]
-        carparks = _carparks(city, border, 0.0 if inner and index % 4 == 3 else 0.6, rng)
+        # Two blocks have no carpark at the street, so that their walkway is a closed ring (a polygon with a hole) and
+        # a lot fits inside.
+        closed = inner and index % 8 in (1, 3)
+        carparks = [] if closed else _carparks(city, border, 0.6, rng)
         walk = float(rng.uniform(3.2, 4.2))
         if inner:
             ring = block.difference(block.buffer(-walk, join_style='round'))
@@ -274,7 +280,7 @@ def _blocks(city: CityMap, paved: Polygon, rng) -> None:
         city.walkways += [p.simplify(0.03) for p in polygons_of(ring.difference(cut.buffer(0.05)))]
         centre_line = block.buffer(-walk / 2) if inner else Polygon(paved.exterior).buffer(walk / 2)
         city.paths.append(np.array(polygons_of(centre_line)[0].exterior.coords))
-        lot = _private_lot(block, rng) if inner and not carparks else None
+        lot = _private_lot(block, rng) if closed else None
         if lot is not None:
             detached.append(lot)
         interior = block.buffer(-walk) if inner else block.difference(Polygon(paved.exterior).buffer(walk))

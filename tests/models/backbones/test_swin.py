@@ -1,4 +1,6 @@
 """mmdet's SwinTransformer is what published BEVFusion checkpoints hold."""
+import warnings
+
 import pytest
 import torch
 from testing import Golden, randn, weights_rule
@@ -22,3 +24,20 @@ def test_swin_equals_the_fixture(prefix, seed, shape):
     assert len(outputs) == 3
     for i, out in enumerate(outputs):
         golden.check(f'{prefix}out{i}', out)
+
+
+@pytest.mark.parametrize('cfg', [
+    {**SWIN_T, 'embed_dims': 12, 'depths': [2, 2, 2, 2], 'drop_path_rate': 0.0},
+    {'type': 'ResNet', 'depth': 18, 'base_channels': 8, 'stem_channels': 8, 'norm_eval': True, 'out_indices': [1, 2, 3]}])
+def test_recomputing_activations_changes_no_gradient_and_warns_of_nothing(cfg):
+    gradients = []
+    for with_cp in (False, True):
+        torch.manual_seed(0)
+        model = MODELS.build({**cfg, 'with_cp': with_cp})
+        model.train()
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            sum(x.square().mean() for x in model(randn(3, (1, 3, 64, 64)))).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    for name, expected in gradients[0].items():
+        assert torch.equal(gradients[1][name], expected), name

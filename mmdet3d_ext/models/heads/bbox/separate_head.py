@@ -45,14 +45,17 @@ class SeparateHead(BaseModule):
         self._reset()
 
     def init_weights(self) -> None:
-        """Kaiming for the convolutions (mmcv's defaults), zero biases, ``init_bias`` for the heatmap."""
+        """The last layers anew: weights scaled by their fan-in, zero biases, ``init_bias`` for the heatmap.
+
+        The reference scales by the fan-out, which for one or two output channels makes logits so large that the prior is lost.
+        """
         super().init_weights()
         self._reset()
 
     def _reset(self) -> None:
         for name in self.entries:
             last = getattr(self, name)[-1]
-            nn.init.kaiming_normal_(last.weight, mode='fan_out', nonlinearity='relu')
+            last.reset_parameters()
             nn.init.constant_(last.bias, self.init_bias if name == 'heatmap' else 0.0)
 
     def forward(self, x: Tensor) -> Dict[str, Tensor]:

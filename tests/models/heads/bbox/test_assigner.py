@@ -1,0 +1,97 @@
+"""Matching: optimal, and not shaken by predictions that are not numbers."""
+import itertools
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from mmdet3d_ext.registry import BBOX_ASSIGNERS
+
+CFG = dict(point_cloud_range=[-9.6, -16.0, -5.0, 9.6, 16.0, 3.0])
+
+
+@pytest.fixture
+def assigner():
+    return BBOX_ASSIGNERS.build(dict(
+        type='HungarianAssigner3D', iou_calculator=dict(type='BboxOverlaps3D', coordinate='lidar'),
+        cls_cost=dict(type='FocalLossCost', gamma=2.0, alpha=0.25, weight=0.15),
+        reg_cost=dict(type='BBoxBEVL1Cost', weight=0.25), iou_cost=dict(type='IoU3DCost', weight=0.25)))
+
+
+def best_total(table):
+    """Smallest total of a one-to-one assignment, by trying all."""
+    rows, columns = table.shape
+    if rows < columns:
+        return best_total(table.T)
+    return min(sum(table[r, c] for c, r in enumerate(chosen)) for chosen in itertools.permutations(range(rows), columns))
+
+
+@pytest.mark.parametrize('queries,boxes', [(6, 3), (3, 5), (4, 4), (1, 1), (5, 0)])
+def test_match_is_optimal_and_one_to_one(assigner, queries, boxes):
+    cost = torch.randn((2, 3, queries, boxes + 2), generator=torch.Generator().manual_seed(queries))
+    valid = torch.zeros(2, boxes + 2, dtype=torch.bool)
+    valid[0, :boxes], valid[1, 2:] = True, True  # padding at either end
+    matched = assigner.match(cost, valid).numpy()
+    for sample, layer in itertools.product(range(2), range(3)):
+        got = matched[sample, layer]
+        used = got[got >= 0]
+        assert len(set(used)) == len(used) == min(queries, boxes)
+        assert valid[sample, used].all()
+        if boxes:
+            table = cost[sample, layer].numpy()[:, valid[sample].numpy()]
+            total = sum(cost[sample, layer, q, g].item() for q, g in enumerate(got) if g >= 0)
+            assert total == pytest.approx(best_total(table), abs=1e-5)
+
+
+def test_costs_by_hand(assigner):
+    box = torch.tensor([[0.0, 0.0, 0.0, 4.0, 2.0, 2.0, 0.3]])
+    moved = box + torch.tensor([1.92, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    logits = torch.tensor([[0.0, 2.0]])
+    cost, iou = assigner.costs(torch.cat([box, moved]), box, torch.tensor([1]), logits.expand(2, -1), CFG)
+    p = 1 / (1 + np.exp(-2.0))
+    focal = 0.15 * (-0.25 * (1 - p) ** 2 * np.log(p) + 0.75 * p ** 2 * np.log(1 - p))
+    assert iou[0, 0] == pytest.approx(1.0, abs=1e-5)
+    assert cost[0, 0] == pytest.approx(focal - 0.25, abs=1e-5)
+    assert cost[1, 0] == pytest.approx(focal + 0.25 * 0.1 - 0.25 * iou[1, 0].item(), abs=1e-5)  # 1.92 m of 19.2 m
+
+
+@pytest.mark.parametrize('value', [float('nan'), float('inf'), float('-inf')])
+@pytest.mark.parametrize('column', range(7))
+def test_broken_predictions_do_not_crash_and_are_matched_last(assigner, caplog, value, column):
+    truth = torch.tensor([[0.0, 0.0, 0.0, 4.0, 2.0, 2.0, 0.3], [5.0, 5.0, 0.0, 4.0, 2.0, 2.0, 1.0]])
+    boxes = truth[[0, 1, 0, 1]].clone()
+    boxes[0, column] = value
+    cost, iou = assigner.costs(boxes, truth, torch.tensor([0, 1]), torch.zeros(4, 2), CFG)
+    assert iou.isfinite().all() and (iou >= 0).all() and (iou <= 1).all()
+    assert not cost[0].isfinite().any() and cost[1:].isfinite().all()
+    with caplog.at_level(logging.WARNING):
+        matched = assigner.match(cost[None, None], torch.ones(1, 2, dtype=torch.bool))[0, 0]
+    assert matched[0] == -1 and matched[2] == 0 and sorted(matched[matched >= 0].tolist()) == [0, 1]
+    assert '1 of 4 queries of sample 0' in caplog.text
+
+
+def test_all_predictions_broken(assigner):
+    cost = torch.full((1, 1, 3, 2), float('nan'))
+    matched = assigner.match(cost, torch.ones(1, 2, dtype=torch.bool))[0, 0]
+    assert sorted(matched.tolist()) == [-1, 0, 1]
+
+
+def test_warnings_do_not_flood(assigner, caplog):
+    with caplog.at_level(logging.WARNING):
+        for _ in range(250):
+            assigner.match(torch.full((1, 1, 2, 1), float('nan')), torch.ones(1, 1, dtype=torch.bool))
+    assert len(caplog.records) == 12  # the first ten, the 100th, the 200th
+
+
+@pytest.mark.gpu
+def test_gpu_equals_cpu(assigner):
+    truth = torch.rand(6, 7) + 0.5
+    boxes = truth[torch.randint(0, 6, (40,))] + torch.randn(40, 7) * 0.1
+    boxes[3, 2] = float('nan')
+    args = (boxes, truth, torch.randint(0, 4, (6,)), torch.randn(40, 4))
+    cpu, gpu = assigner.costs(*args, CFG), assigner.costs(*[a.cuda() for a in args], CFG)
+    assert torch.allclose(cpu[1], gpu[1].cpu(), atol=1e-5)
+    assert torch.allclose(cpu[0], gpu[0].cpu(), atol=1e-5, equal_nan=True)
+    valid = torch.ones(1, 6, dtype=torch.bool)
+    assert torch.equal(assigner.match(cpu[0][None, None], valid), assigner.match(gpu[0][None, None], valid.cuda()).cpu())

@@ -26,14 +26,17 @@ if str(REPO) not in sys.path:
 
 def parser() -> argparse.ArgumentParser:
     from mmdet3d_ext.engine import cli
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-                                     usage='test.py CONFIG CHECKPOINT [options] [--any.key value ...]')
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False, usage='test.py CONFIG CHECKPOINT [options] [--any.key value ...]')
     result.add_argument('config', help='YAML configuration')
     result.add_argument('checkpoint', help='checkpoint file, or "none" for the initial weights')
-    result.add_argument('--eval', nargs='+', metavar='TASK', help='bbox (3-D detection) and/or map (segmentation); default: all')
-    result.add_argument('--out', metavar='F', help='also write the detections: .pkl (boxes per sample) or .json (nuScenes format)')
+    result.add_argument('--eval', nargs='+', metavar='TASK',
+                        help='bbox (3-D detection) and/or map (segmentation); default: all')
+    result.add_argument('--out', metavar='F',
+                        help='also write the detections: .pkl (boxes per sample) or .json (nuScenes format)')
     result.add_argument('--out-dir', '--work-dir', '--out_dir', metavar='D', help='folder of metrics.json and the result files')
-    result.add_argument('--split', choices=('train', 'val', 'test'), default='test', help='which of data.* is evaluated (default test)')
+    result.add_argument('--split', choices=('train', 'val', 'test'), default='test',
+                        help='which of data.* is evaluated (default test)')
     result.add_argument('--weights', choices=('auto', 'raw', 'ema'), default='auto',
                         help='which weights of the file; auto: those that were evaluated during training')
     result.add_argument('--format-only', action='store_true', help='write results_nusc.json without scores')

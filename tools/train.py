@@ -27,14 +27,14 @@ if str(REPO) not in sys.path:
 
 def parser() -> argparse.ArgumentParser:
     from mmdet3d_ext.engine import cli
-    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-                                     usage='train.py CONFIG [options] [--any.key value ...]')
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False, usage='train.py CONFIG [options] [--any.key value ...]')
     result.add_argument('config', help='YAML configuration')
     result.add_argument('--run-dir', '--work-dir', '--run_dir', '--work_dir', metavar='D',
                         help='folder of this run (default runs/run-<code>-<configuration>)')
     result.add_argument('--load_from', '--load-from', metavar='C', help='start from the weights of this checkpoint')
     result.add_argument('--resume_from', '--resume-from', metavar='C|auto',
-                        help='continue a run: weights, optimizer, epoch; auto: from the newest whole checkpoint in the run folder')
+                        help='continue a run: weights, optimizer, epoch; auto: the newest whole checkpoint in the run folder')
     result.add_argument('--auto-resume', action='store_true', help='the same as --resume_from auto')
     result.add_argument('--seed', type=int, help='random seed (default: the configuration\'s)')
     result.add_argument('--deterministic', action='store_true', help='deterministic kernels where torch has them (slower)')

@@ -9,8 +9,8 @@ import torch
 
 from .launch import UserError
 
-DTYPES = {'fp16': torch.float16, 'float16': torch.float16, 'half': torch.float16, 'bf16': torch.bfloat16, 'bfloat16': torch.bfloat16,
-          'fp32': None, 'float32': None, 'none': None, 'off': None}
+DTYPES = {'fp16': torch.float16, 'float16': torch.float16, 'half': torch.float16,
+          'bf16': torch.bfloat16, 'bfloat16': torch.bfloat16, 'fp32': None, 'float32': None, 'none': None, 'off': None}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ def plan_amp(cfg: Mapping[str, Any], device: torch.device, logger: Optional[logg
         return AmpPlan(None)
     if dtype == torch.bfloat16 and device.type == 'cuda' and not torch.cuda.is_bf16_supported(including_emulation=False):
         if logger is not None:
-            logger.warning('%s has no bfloat16 units: it is emulated and slow; use amp.dtype fp16', torch.cuda.get_device_name(device))
+            logger.warning('%s has no bfloat16 units: it is emulated and slow; use amp.dtype fp16',
+                           torch.cuda.get_device_name(device))
     if isinstance(loss_scale, Mapping):
         loss_scale = dict(loss_scale)
     return AmpPlan(dtype, loss_scale)

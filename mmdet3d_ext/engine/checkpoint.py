@@ -77,7 +77,8 @@ def _harmless_globals() -> list:
     """numpy scalars in a checkpoint's meta data (mmcv and mmdet write them); they only hold numbers."""
     core = np._core if hasattr(np, '_core') else np.core
     found: List[Any] = [core.multiarray.scalar, np.dtype]
-    found += [(core.multiarray.scalar, 'numpy.core.multiarray.scalar'), (core.multiarray._reconstruct, 'numpy.core.multiarray._reconstruct'),
+    found += [(core.multiarray.scalar, 'numpy.core.multiarray.scalar'),
+              (core.multiarray._reconstruct, 'numpy.core.multiarray._reconstruct'),
               core.multiarray._reconstruct, np.ndarray]
     for code in 'bBhHiIlLqQefd?':
         found.append(type(np.dtype(code)))
@@ -96,8 +97,8 @@ def _unsafe_message(path: str, error: BaseException) -> str:
         found = re.search(r'GLOBAL (\S+)', str(error))
         names = [found.group(1)] if found else []
     listed = ', '.join(names[:6]) or _first_line(error)
-    return (f'{path} holds more than weights ({listed}), and reading that can run code of whoever made the file. Get a file with '
-            'weights only, or, if you trust its source, add --allow-unsafe-checkpoint')
+    return (f'{path} holds more than weights ({listed}), and reading that can run code of whoever made the file. Get a file '
+            'with weights only, or, if you trust its source, add --allow-unsafe-checkpoint')
 
 
 def is_checkpoint_whole(path: str) -> bool:
@@ -114,19 +115,27 @@ def is_checkpoint_whole(path: str) -> bool:
         return False
 
 
-def newest_checkpoint(folder: str, logger: Optional[logging.Logger] = None) -> Optional[str]:
-    """The checkpoint ``epoch_<N>.pth`` in ``folder`` with the highest N that reads whole; None if there is none."""
+def newest_checkpoint(folder: str) -> Tuple[Optional[str], List[str]]:
+    """The checkpoint ``epoch_<N>.pth`` in ``folder`` with the highest N that reads whole (None if there are no such files),
+    and those with a higher N that do not.
+
+    Raises:
+        CheckpointError: if there are checkpoints, but none reads: starting anew would not be what "resume" asks for.
+    """
     found = []
     for path in glob.glob(os.path.join(folder, 'epoch_*.pth')):
         match = re.fullmatch(r'epoch_(\d+)\.pth', os.path.basename(path))
         if match:
             found.append((int(match.group(1)), path))
+    broken: List[str] = []
     for _, path in sorted(found, reverse=True):
         if is_checkpoint_whole(path):
-            return path
-        if logger is not None:
-            logger.warning('%s does not read whole, an older checkpoint is used', path)
-    return None
+            return path, broken
+        broken.append(path)
+    if broken:
+        raise CheckpointError(f'none of the {len(broken)} checkpoints in {folder} can be read (newest: {broken[0]}); remove '
+                              'them to start from the beginning')
+    return None, []
 
 
 def pick_weights(content: Mapping[str, Any], path: str, prefer: str = 'auto') -> Tuple['OrderedDict[str, torch.Tensor]', str]:
@@ -181,10 +190,14 @@ class LoadReport:
     converted: List[str] = field(default_factory=list)
 
     @property
+    def total(self) -> int:
+        """Number of the file's tensors, camera grids aside."""
+        return len(self.matched) + len(self.unexpected) + len(self.mismatched)
+
+    @property
     def share(self) -> float:
-        """Share of the file's tensors (camera grids aside) that found their place."""
-        total = len(self.matched) + len(self.unexpected) + len(self.mismatched)
-        return len(self.matched) / total if total else 0.0
+        """Share of the file's tensors that found their place."""
+        return len(self.matched) / self.total if self.total else 0.0
 
     @property
     def complete(self) -> bool:
@@ -209,7 +222,8 @@ class LoadReport:
         lines.append(f'  {"module":<{width}} {"matched":>8} {"missing":>8} {"shape":>8} {"unexpected":>11}')
         for name, row in self.by_module().items():
             note = '  <- nothing loaded' if not row['matched'] and (row['missing'] or row['mismatched']) else ''
-            lines.append(f'  {name:<{width}} {row["matched"]:>8} {row["missing"]:>8} {row["mismatched"]:>8} {row["unexpected"]:>11}{note}')
+            lines.append(f'  {name:<{width}} {row["matched"]:>8} {row["missing"]:>8} {row["mismatched"]:>8} '
+                         f'{row["unexpected"]:>11}{note}')
         for name, theirs, ours in self.mismatched[:10]:
             lines.append(f'  {name}: shape {list(theirs)} in the file, {list(ours)} in the model')
         if len(self.mismatched) > 10:
@@ -251,9 +265,8 @@ def load_weights(model: nn.Module, path: str, prefer: str = 'auto', min_matched:
     report = load_state(model, state, path, kind)
     if not report.matched or (report.share < min_matched and not allow_partial):
         raise CheckpointError(
-            f'{path} is of another model: {len(report.matched)} of its {len(report.matched) + len(report.unexpected) + len(report.mismatched)} '
-            f'tensors ({100 * report.share:.0f}%) match, {100 * min_matched:.0f}% are needed (--allow-partial-checkpoint loads what '
-            f'matches)\n{report.text()}')
+            f'{path} is of another model: {len(report.matched)} of its {report.total} tensors ({100 * report.share:.0f}%) '
+            f'match, {100 * min_matched:.0f}% are needed (--allow-partial-checkpoint loads what matches)\n{report.text()}')
     if complete and not report.complete and not allow_partial:
         raise CheckpointError(f'{path} lacks tensors of this model, which would be evaluated with random values there '
                               f'(--allow-partial-checkpoint goes on)\n{report.text()}\n  first missing: '
@@ -276,8 +289,7 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], path: str, k
     for name, tensor in named.items():
         if GRID_PATTERN.search(name):
             report.grid.append(name)
-            mine = own.get(name)
-            if mine is None or mine.shape != tensor.shape or not torch.allclose(mine.cpu().double(), tensor.double(), rtol=1e-5):
+            if name not in own or not _same(own[name], tensor):
                 report.grid_differs.append(name)
             continue
         if name in own and own[name].shape != tensor.shape:
@@ -308,6 +320,10 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], path: str, k
     missing = set(result.missing_keys)
     report.matched = [k for k in own if k not in missing and not GRID_PATTERN.search(k)]
     return report
+
+
+def _same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return mine.shape == theirs.shape and torch.allclose(mine.cpu().double(), theirs.cpu().double(), rtol=1e-5)
 
 
 def _strip_prefixes(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> 'OrderedDict[str, torch.Tensor]':
@@ -347,10 +363,10 @@ def check_same_grid(model: nn.Module, state: Mapping[str, torch.Tensor], path: s
     """
     own = model.state_dict()
     differs = [k for k, v in _strip_prefixes(state, own).items() if GRID_PATTERN.search(k) and k in own
-               and (own[k].shape != v.shape or not torch.allclose(own[k].cpu().double(), v.double(), rtol=1e-5))]
+               and not _same(own[k], v)]
     if differs:
-        raise CheckpointError(f'{path} was trained on another camera grid ({", ".join(differs)} differ), so the run cannot be resumed '
-                              'at this resolution; start a new stage from its weights with --load_from')
+        raise CheckpointError(f'{path} was trained on another camera grid ({", ".join(differs)} differ), so the run cannot be '
+                              'resumed at this resolution; start a new stage from its weights with --load_from')
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -364,10 +380,13 @@ def plain(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
-    if value is None or isinstance(value, (bool, int, float, str, bytes)):
-        return value
     if isinstance(value, np.generic):
         return value.item()
+    for kind in (bool, int, float, str, bytes):
+        if isinstance(value, kind):
+            return kind(value)  # a subclass, such as torch's version string, would need its class to be read
+    if value is None:
+        return value
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy())
     if isinstance(value, OrderedDict):

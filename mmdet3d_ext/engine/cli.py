@@ -36,7 +36,9 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     """Options that both tools take."""
     parser.add_argument('--allow-unsafe-checkpoint', action='store_true',
                         help='also read checkpoint files that can run code (only if you trust their source)')
-    parser.add_argument('--allow-partial-checkpoint', action='store_true', help='go on although much of a checkpoint does not match')
+    parser.add_argument('--allow-partial-checkpoint', action='store_true',
+                        help='go on although much of a checkpoint does not match')
     parser.add_argument('--launcher', help='accepted and ignored: the launcher is found out from the environment')
     parser.add_argument('--local_rank', '--local-rank', type=int, help=argparse.SUPPRESS)
-    parser.add_argument('--start-timeout', type=float, default=300.0, metavar='S', help='seconds for all processes to meet (default 300)')
+    parser.add_argument('--start-timeout', type=float, default=300.0, metavar='S',
+                        help='seconds for all processes to meet (default 300)')

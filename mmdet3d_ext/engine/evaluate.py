@@ -30,7 +30,7 @@ class Evaluator(Protocol):
     task: str
 
     def update(self, output: Mapping[str, Any], batch: Mapping[str, Any], index: int) -> bool:
-        """Add sample ``index`` of ``batch`` with the model's output for it; False if the output holds nothing for this metric."""
+        """Add sample ``index`` of ``batch`` with the model's output; False if the output holds nothing for this metric."""
 
     def compute(self) -> Dict[str, float]:
         """The metrics over all ranks, the same on each (a collective)."""
@@ -75,8 +75,8 @@ class MapEvaluator:
         if 'masks_bev' not in output:
             return False
         if batch.get('gt_masks_bev') is None:
-            raise UserError('the model predicts maps, but the evaluated samples hold no map labels: add LoadBEVSegmentation to the '
-                            'pipeline and gt_masks_bev to the keys of Collect3D')
+            raise UserError('the model predicts maps, but the evaluated samples hold no map labels: add LoadBEVSegmentation to '
+                            'the pipeline and gt_masks_bev to the keys of Collect3D')
         self.metric.update(batch['metas'][index]['token'], output['masks_bev'], batch['gt_masks_bev'][index].cpu())
         return True
 
@@ -137,7 +137,8 @@ def build_evaluators(cfg: Mapping[str, Any], dataset: Any, out_dir: str, tasks: 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: DataLoader, evaluators: Sequence[Evaluator], device: torch.device,
-             amp_dtype: Optional[torch.dtype] = None, expected: Optional[int] = None, progress: bool = True) -> Dict[str, float]:
+             amp_dtype: Optional[torch.dtype] = None, expected: Optional[int] = None,
+             progress: bool = True) -> Dict[str, float]:
     """Run ``model`` over ``loader`` and return the metrics of all ``evaluators``, the same on every rank.
 
     Args:
@@ -196,7 +197,30 @@ def _progress(loader: Iterable[Any], show: bool) -> Iterable[Any]:
         return loader
     from tqdm import tqdm
     live = sys.stderr.isatty()
-    return tqdm(loader, desc='evaluating', unit='batch', mininterval=0.2 if live else 15.0, ascii=not live, dynamic_ncols=live)
+    return tqdm(loader, file=_Screen(), desc='evaluating', unit='batch', mininterval=0.2 if live else 15.0, ascii=not live,
+                dynamic_ncols=live)
+
+
+class _Screen:
+    """stderr for the progress bar; a screen that is a file on a full disk must not end the run."""
+
+    def write(self, text: str) -> None:
+        try:
+            sys.stderr.write(text)
+        except OSError:
+            pass
+
+    def flush(self) -> None:
+        try:
+            sys.stderr.flush()
+        except OSError:
+            pass
+
+    def fileno(self) -> int:
+        return sys.stderr.fileno()
+
+    def isatty(self) -> bool:
+        return sys.stderr.isatty()
 
 
 # --------------------------------------------------------------------------------------------------------------------

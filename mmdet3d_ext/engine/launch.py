@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 LOGGER_NAME = 'mmdet3d'  # the name in every log line that users' scripts look for
 ABORT_KEY = 'mmdet3d_ext/abort'
+GRACE = 2.5  # seconds that a failing rank waits for the others to read why, before it ends
 START_TIMEOUT = 300.0  # seconds for all ranks to meet; torch's default of 30 minutes hides a rank that died while starting
 COLLECTIVE_TIMEOUT = 1800.0  # seconds a collective may wait for the slowest rank (rank 0 computes NDS alone meanwhile)
 
@@ -99,8 +100,8 @@ def _checked(launch: Launch) -> Launch:
         raise LaunchError(f'{launch.launcher}: rank {launch.rank} is not in a world of {launch.world_size} processes')
     if launch.world_size > 1 and (launch.master_addr is None or launch.master_port is None):
         raise LaunchError(
-            f'{launch.launcher}: {launch.world_size} processes, but no address where they meet: set MASTER_ADDR (host of rank 0) '
-            'and MASTER_PORT (a free port there), and forward both to every rank (mpirun -x MASTER_ADDR -x MASTER_PORT)')
+            f'{launch.launcher}: {launch.world_size} processes, but no address where they meet: set MASTER_ADDR (host of rank '
+            '0) and MASTER_PORT (a free port there), and forward both to every rank (mpirun -x MASTER_ADDR -x MASTER_PORT)')
     return launch
 
 
@@ -149,7 +150,8 @@ def _from_slurm(env: Mapping[str, str]) -> Launch:
     address = env.get('MASTER_ADDR') or (nodes[0] if nodes else None)
     job = f'{env.get("SLURM_JOB_ID", "0")}.{env.get("SLURM_STEP_ID", "0")}'
     port = _number(env, 'MASTER_PORT', 20000 + zlib.crc32(job.encode()) % 20000)
-    return _checked(Launch('slurm', rank, world, _number(env, 'SLURM_LOCALID'), local_world, address, port if address else None))
+    return _checked(Launch('slurm', rank, world, _number(env, 'SLURM_LOCALID'), local_world, address,
+                           port if address else None))
 
 
 def expand_nodelist(text: str) -> List[str]:
@@ -176,6 +178,7 @@ def expand_nodelist(text: str) -> List[str]:
 _current: Optional[Launch] = None
 _watch: Optional['_AbortWatch'] = None
 _log_file: Optional[str] = None
+_log_handler: Optional[logging.Handler] = None
 
 
 def current() -> Launch:
@@ -224,7 +227,8 @@ def _choose_device(launch: Launch, gpus: int, backend: str) -> torch.device:
     own_gpu = gpus == 1 and launch.launcher == 'slurm'
     if launch.local_world_size > gpus and backend == 'nccl' and not own_gpu:
         raise LaunchError(f'{launch.local_world_size} processes on {socket.gethostname()}, but {gpus} GPU(s) visible '
-                          f'(CUDA_VISIBLE_DEVICES={os.environ.get("CUDA_VISIBLE_DEVICES", "not set")}): start one process per GPU')
+                          f'(CUDA_VISIBLE_DEVICES={os.environ.get("CUDA_VISIBLE_DEVICES", "not set")}): start one process per '
+                          'GPU, or set dist_params.backend to gloo to share')
     device = torch.device('cuda', launch.local_rank % gpus)
     torch.cuda.set_device(device)
     return device
@@ -288,6 +292,7 @@ class _AbortWatch(threading.Thread):
         super().__init__(name='abort-watch', daemon=True)
         self.launch, self.interval = launch, interval
         self.stopped = threading.Event()
+        self.told: Optional[str] = None
         # A connection of its own: the process group's store blocks while it waits for a key.
         self.store = dist.TCPStore(launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False,
                                    timeout=datetime.timedelta(seconds=30))
@@ -304,7 +309,9 @@ class _AbortWatch(threading.Thread):
                     return
                 message = f'lost the connection to {self.launch.master_addr}:{self.launch.master_port}: rank 0 ended'
             if not self.stopped.is_set():
+                self.told = message
                 _emit(f'[rank {self.launch.rank}] stops, because {message}')
+                time.sleep(GRACE + 3 * self.interval)  # the rank that failed ends first, so that launchers name it
                 os._exit(1)
 
     def report(self, message: str) -> None:
@@ -318,18 +325,22 @@ class _AbortWatch(threading.Thread):
 # logs and ends
 
 def attach_rank_log(run_dir: str, stamp: str) -> str:
-    """Write this rank's warnings, and its traceback if it fails, to ``<run_dir>/logging/<stamp>[_<rank>].log``; returns the path."""
-    global _log_file
+    """Write this rank's log, and its traceback if it fails, to ``<run_dir>/logging/<stamp>[_<rank>].log``; returns the path."""
+    global _log_file, _log_handler
+    if _log_handler is not None:  # an earlier run in this process
+        for name in (LOGGER_NAME, 'py.warnings'):
+            logging.getLogger(name).removeHandler(_log_handler)
+        _log_handler.close()
     launch = current()
     folder = os.path.join(run_dir, 'logging')
     os.makedirs(folder, exist_ok=True)
     suffix = f'_{launch.rank}' if launch.world_size > 1 else ''
     _log_file = os.path.join(folder, f'{stamp}{suffix}.log')
-    handler = logging.FileHandler(_log_file)
-    handler.setFormatter(logging.Formatter(f'%(asctime)s - rank {launch.rank} - %(name)s - %(levelname)s - %(message)s'))
+    _log_handler = logging.FileHandler(_log_file)
+    _log_handler.setFormatter(logging.Formatter(f'%(asctime)s - rank {launch.rank} - %(name)s - %(levelname)s - %(message)s'))
     logging.captureWarnings(True)
     for name in (LOGGER_NAME, 'py.warnings'):
-        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).addHandler(_log_handler)
     return _log_file
 
 
@@ -378,11 +389,17 @@ def run(program: Callable[[], Optional[int]], clean_errors: Tuple[type, ...] = (
 
 
 def _tag() -> str:
-    launch = current()
+    try:
+        launch = _current or detect()
+    except LaunchError:
+        return ''
     return f'[rank {launch.rank}] ' if launch.world_size > 1 else ''
 
 
 def _fail(text: str, error: BaseException, code: int) -> int:
+    if _watch is not None and _watch.told:  # this rank only failed because another had left
+        time.sleep(GRACE)
+        os._exit(1)
     _emit(text)
     launch = current()
     if launch.world_size == 1 or _watch is None:
@@ -391,7 +408,7 @@ def _fail(text: str, error: BaseException, code: int) -> int:
     summary = str(error).split('\n')[0]
     _watch.report(f'rank {launch.rank} on {socket.gethostname()} failed: {type(error).__name__}: {summary}{where}')
     _watch.stopped.set()
-    time.sleep(2 * _watch.interval + 0.5)  # let the others read the report before the launcher kills them
+    time.sleep(GRACE)  # let the others read the report before the launcher kills them
     sys.stderr.flush()
     os._exit(code)  # no destructor may wait for a collective that the other ranks never join
 

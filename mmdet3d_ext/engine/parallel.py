@@ -212,5 +212,5 @@ class StepModel(nn.Module):
             self._names = names
         elif names != self._names:
             missing, extra = sorted(set(self._names) - set(names)), sorted(set(names) - set(self._names))
-            raise RuntimeError(f'the losses changed during training: missing {missing}, additional {extra}, or another order. A '
-                               'model must return the same names whatever its samples hold')
+            raise RuntimeError(f'the losses changed during training: missing {missing}, additional {extra}, or another order. '
+                               'A model must return the same names whatever its samples hold')

@@ -1,6 +1,7 @@
 """The run folder, its name, and what identifies a run: code, configuration, versions."""
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import json
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Tuple
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ def config_hash(cfg: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
 
 
+@functools.lru_cache(maxsize=None)
 def code_version() -> Dict[str, Any]:
     """``commit`` of the checkout that this package runs from, and ``changes``: a hash of uncommitted edits, or None.
 
@@ -117,10 +119,12 @@ def dump_config(cfg: Any) -> str:
     return dump_yaml(to_plain(cfg))
 
 
+@functools.lru_cache(maxsize=None)
 def environment() -> Dict[str, str]:
     """Versions of everything that a result may depend on."""
     found = {'python': sys.version.split()[0], 'platform': platform.platform(), 'torch': torch.__version__,
-             'cuda': str(torch.version.cuda), 'cudnn': str(torch.backends.cudnn.version() if torch.cuda.is_available() else None)}
+             'cuda': str(torch.version.cuda),
+             'cudnn': str(torch.backends.cudnn.version() if torch.cuda.is_available() else None)}
     from importlib import metadata
     for name in ('mmdet3d-ext', 'mmcv-full', 'mmdet', 'mmsegmentation', 'mmdet3d', 'nuscenes-devkit', 'numpy', 'torchvision',
                  'spconv', 'spconv-cu126', 'torchpack'):
@@ -142,17 +146,18 @@ def build_meta(cfg: Mapping[str, Any], seed: int, world_size: int) -> Dict[str, 
     return {
         'exp_name': os.path.basename(str(getattr(cfg, 'filename', '') or 'config')), 'config': dump_config(cfg),
         'config_hash': config_hash(cfg)[:8], 'code_version': code['commit'], 'code_changes': code['changes'],
-        'env_info': ', '.join(f'{k}: {v}' for k, v in environment().items()), 'versions': environment(), 'seed': seed,
+        'env_info': ', '.join(f'{k}: {v}' for k, v in environment().items()), 'versions': dict(environment()), 'seed': seed,
         'CLASSES': list(cfg.get('object_classes') or []), 'map_classes': list(cfg.get('map_classes') or []), 'PALETTE': None,
         'box_convention': BOX_CONVENTION, 'compat': cfg.get('compat'), 'world_size': world_size,
     }
 
 
-def warn_about_origin(meta: Mapping[str, Any], mine: Mapping[str, Any], path: str, logger: logging.Logger) -> None:
+def warn_about_origin(meta: Mapping[str, Any], mine: Mapping[str, Any], path: str, logger: logging.Logger,
+                      only: Sequence[str] = ()) -> None:
     """Say where a checkpoint's code, configuration, classes or box convention differ from this run's."""
     for key, what in (('box_convention', 'box convention'), ('CLASSES', 'object classes'), ('map_classes', 'map classes'),
                       ('compat', 'compatibility profile'), ('code_version', 'code version'), ('config_hash', 'configuration')):
         theirs, ours = meta.get(key), mine.get(key)
-        if key in meta and theirs != ours and (theirs or ours):
+        if key in meta and (not only or key in only) and theirs != ours and (theirs or ours):
             short = (lambda v: str(v)[:8]) if key == 'code_version' else str
             logger.warning('%s: its %s is %s, here it is %s', path, what, short(theirs), short(ours))

@@ -3,10 +3,11 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any, Dict, List, Optional, Protocol, Sequence
+from typing import Any, Dict, List, Optional, Protocol, Sequence, Tuple
 
 import torch
 from mmcv.runner import RUNNERS, EpochBasedRunner
+from mmcv.runner.utils import get_host_info
 from torch.utils.data import DataLoader
 
 from . import checkpoint as files
@@ -79,6 +80,26 @@ class CustomEpochBasedRunner(EpochBasedRunner):
         self.call_hook('after_train_epoch')
         self._epoch += 1
 
+    def run(self, data_loaders: List[DataLoader], workflow: List[Tuple[str, int]], max_epochs: Optional[int] = None,
+            **kwargs: Any) -> None:
+        """Train until ``max_epochs``; the log lines are mmcv's. The only workflow is ``[('train', n)]``: validation is a hook.
+
+        Raises:
+            ValueError: for another workflow.
+        """
+        if len(workflow) != 1 or workflow[0][0] != 'train' or len(data_loaders) != 1:
+            raise ValueError(f"workflow must be [('train', 1)], got {workflow}; validation runs by itself after an epoch")
+        self._max_epochs = max_epochs or self._max_epochs
+        self._max_iters = self._max_epochs * len(data_loaders[0])
+        self.data_loader = data_loaders[0]
+        self.logger.info('Start running, host: %s, work_dir: %s', get_host_info(), self.work_dir)
+        self.logger.info('Hooks will be executed in the following order:\n%s', self.get_hook_info())
+        self.logger.info('workflow: %s, max: %d epochs', workflow, self._max_epochs)
+        self.call_hook('before_run')
+        while self.epoch < self._max_epochs:
+            self.train(data_loaders[0], **kwargs)
+        self.call_hook('after_run')
+
     # ---- checkpoints ----------------------------------------------------------------------------------------------
     def checkpoint_content(self, save_optimizer: bool = True) -> Dict[str, Any]:
         """All that a resumed run needs, as plain types and CPU tensors."""
@@ -127,7 +148,8 @@ class CustomEpochBasedRunner(EpochBasedRunner):
         content = files.read_checkpoint(checkpoint, allow_unsafe)
         meta = content.get('meta')
         if not isinstance(meta, dict) or 'epoch' not in meta or 'iter' not in meta:
-            raise files.CheckpointError(f'{checkpoint} holds no epoch and iteration, it cannot be resumed from; use --load_from')
+            raise files.CheckpointError(f'{checkpoint} holds no epoch and iteration, it cannot be resumed from; use '
+                                        '--load_from')
         model = getattr(self.model, 'module', self.model)
         state, _ = files.pick_weights(content, checkpoint, prefer='raw')
         files.check_same_grid(model, state, checkpoint)
@@ -149,8 +171,8 @@ class CustomEpochBasedRunner(EpochBasedRunner):
     def _adapt_progress(self, meta: Dict[str, Any], iters_per_epoch: Optional[int]) -> None:
         then = meta.get('world_size')
         if then is not None and then != self.world_size:
-            self.logger.warning('the checkpoint was written by %s ranks, now there are %d: the effective batch size changes with '
-                                'it, the epoch is kept', then, self.world_size)
+            self.logger.warning('the checkpoint was written by %s ranks, now there are %d: the effective batch size '
+                                'changes with it, the epoch is kept', then, self.world_size)
         if iters_per_epoch and self._iter != self._epoch * iters_per_epoch:
             self.logger.warning('an epoch has %d iterations now (%s before): iteration %d becomes %d, the start of epoch %d',
                                 iters_per_epoch, meta.get('iters_per_epoch', 'unknown'), self._iter,

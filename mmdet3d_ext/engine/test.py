@@ -95,7 +95,8 @@ def _tasks(names: Optional[List[str]]) -> Optional[List[str]]:
         return None
     unknown = [n for n in names if n not in TASKS]
     if unknown:
-        raise UserError(f'--eval: unknown {", ".join(map(repr, unknown))}; it takes bbox (3-D detection) and map (segmentation)')
+        raise UserError(f'--eval: unknown {", ".join(map(repr, unknown))}; it takes bbox (3-D detection) and map '
+                        '(segmentation)')
     return [TASKS[n] for n in names]
 
 

@@ -1,24 +1,27 @@
 """Training from a configuration: data, model, optimizer, runner, hooks."""
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 from mmcv.runner import HOOKS, RUNNERS, build_optimizer
 from torch import nn
 
+from ..metrics import on_rank_zero
 from . import run_dir as run_dirs
 from .amp import AmpPlan, plan_amp
 from .checkpoint import clean_leftovers, load_weights, newest_checkpoint, read_checkpoint
 from .evaluate import build_evaluators, evaluate, table
 from .hooks import EpochSetupHook, EvaluationHook, GuardedOptimizerHook, SafeCheckpointHook, WeightAverageHook
 from .hooks.ema import AverageSteps
+from .hooks.logging import survive_full_disk
 from .hooks.optimizer import make_scaler
 from .launch import LOGGER_NAME, Launch, UserError, attach_rank_log, current
 from .parallel import StepModel
@@ -69,7 +72,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     epochs = _max_epochs(cfg)
     resume = options.resume_from or cfg.get('resume_from') or ('auto' if cfg.get('auto_resume') else None)
     folder = options.run_dir or cfg.get('run_dir') or cfg.get('work_dir') or run_dirs.default_run_dir(cfg)
-    resume = _find_resume(resume, folder)
+    resume, broken = _find_resume(resume, folder)
     folder, stamp, moved = run_dirs.prepare(folder, cfg, resuming=bool(resume))
     logger = make_logger(folder, stamp, launch, cfg.get('log_level'))
     attach_rank_log(folder, stamp)
@@ -77,6 +80,8 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
         clean_leftovers(folder)
     for note in launch.notes:
         logger.warning(note)
+    for path in broken:
+        logger.warning('%s does not read whole, an older checkpoint is used', path)
     if moved:
         logger.warning('%s held an earlier run: its files are in %s now', folder, moved)
     if resume is None and (options.resume_from == 'auto' or cfg.get('auto_resume') or cfg.get('resume_from') == 'auto'):
@@ -91,7 +96,8 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     _log_start(logger, cfg, meta, launch, device)
 
     loader = make_loader(cfg, cfg['data']['train'], seed, train=True)
-    val_loader = make_loader(cfg, cfg['data']['val'], seed, train=False) if options.validate and cfg['data'].get('val') else None
+    val = cfg['data'].get('val') if options.validate else None
+    val_loader = make_loader(cfg, val, seed, train=False) if val else None
     model = make_model(cfg)
     if launch.world_size > 1 and cfg.get('sync_bn') and device.type == 'cuda':
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -100,7 +106,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     if load_from and not resume:
         content = read_checkpoint(load_from, options.allow_unsafe_checkpoint)
         load_weights(model, load_from, allow_partial=options.allow_partial_checkpoint, logger=logger, content=content)
-        run_dirs.warn_about_origin({k: v for k, v in (content.get('meta') or {}).items() if k == 'box_convention'}, meta, load_from, logger)
+        run_dirs.warn_about_origin(content.get('meta') or {}, meta, load_from, logger, only=('box_convention',))
         del content
     model.to(device)
 
@@ -127,7 +133,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
 # parts, each also used by tests or by tools/test.py
 
 def make_logger(folder: str, stamp: str, launch: Launch, level: Optional[str] = None) -> logging.Logger:
-    """The logger ``mmdet3d``: rank 0 to the screen and ``<folder>/<stamp>.log`` in mmcv's format, other ranks' errors to the screen."""
+    """The logger ``mmdet3d`` in mmcv's format: rank 0 to the screen and ``<folder>/<stamp>.log``, others only their errors."""
     logger = logging.getLogger(LOGGER_NAME)
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
@@ -149,10 +155,13 @@ def make_logger(folder: str, stamp: str, launch: Launch, level: Optional[str] = 
 
 
 def _log_start(logger: logging.Logger, cfg: Any, meta: Mapping[str, Any], launch: Launch, device: torch.device) -> None:
-    logger.info('Environment info:\n%s\n%s\n%s', '-' * 60, '\n'.join(f'{k}: {v}' for k, v in meta['versions'].items()), '-' * 60)
-    logger.info('Started by %s: %d process(es), backend %s, device %s', launch.launcher if launch.launcher != 'none' else 'python',
-                launch.world_size, dist.get_backend() if dist.is_initialized() else 'none', device)
-    logger.info('Code version: %s%s', meta['code_version'][:8], f' with local changes ({meta["code_changes"]})' if meta['code_changes'] else '')
+    versions = '\n'.join(f'{name}: {version}' for name, version in meta['versions'].items())
+    logger.info('Environment info:\n%s\n%s\n%s', '-' * 60, versions, '-' * 60)
+    starter = launch.launcher if launch.launcher != 'none' else 'python'
+    logger.info('Started by %s: %d process(es), backend %s, device %s', starter, launch.world_size,
+                dist.get_backend() if dist.is_initialized() else 'none', device)
+    edited = f' with local changes ({meta["code_changes"]})' if meta['code_changes'] else ''
+    logger.info('Code version: %s%s', meta['code_version'][:8], edited)
     logger.info('Config:\n%s', meta['config'])
     logger.info('Set random seed to %d, deterministic: %s', meta['seed'], torch.are_deterministic_algorithms_enabled())
 
@@ -168,16 +177,11 @@ def _max_epochs(cfg: Mapping[str, Any]) -> int:
     return epochs
 
 
-def _find_resume(resume: Optional[str], folder: str) -> Optional[str]:
-    """The checkpoint to resume from; 'auto' is the newest whole one in the run folder, None if there is none."""
+def _find_resume(resume: Optional[str], folder: str) -> Tuple[Optional[str], List[str]]:
+    """The checkpoint to resume from, and newer ones that are broken; 'auto' is the newest whole one in the run folder."""
     if resume != 'auto':
-        return resume
-    found: List[Optional[str]] = [None]
-    if current().is_master:
-        found = [newest_checkpoint(folder, logging.getLogger(LOGGER_NAME))]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
+        return resume, []
+    return on_rank_zero(lambda: newest_checkpoint(folder))
 
 
 def _seed(cfg: Mapping[str, Any], resume: Optional[str], options: Options) -> Optional[int]:
@@ -201,7 +205,8 @@ def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], t
     for key in ('persistent_workers', 'prefetch_factor', 'pin_memory'):
         if data.get(key) is not None:
             special.setdefault(key, data[key])
-    return build_dataloader(dataset, samples, workers, shuffle=train, seed=seed, num_replicas=launch.world_size, rank=launch.rank, **special)
+    return build_dataloader(dataset, samples, workers, shuffle=train, seed=seed, num_replicas=launch.world_size,
+                            rank=launch.rank, **special)
 
 
 def make_model(cfg: Mapping[str, Any]) -> nn.Module:
@@ -232,12 +237,13 @@ def make_optimizer(cfg: Mapping[str, Any], model: nn.Module, logger: logging.Log
         factor = batch / base
         if scale.get('enable'):
             settings['lr'] = settings['lr'] * factor
-            logger.warning('auto_scale_lr: the batch is %d, the recipe\'s %d: lr %g becomes %g', batch, base, cfg['optimizer']['lr'],
-                           settings['lr'])
+            logger.warning('auto_scale_lr: the batch is %d, the recipe\'s %d: lr %g becomes %g', batch, base,
+                           cfg['optimizer']['lr'], settings['lr'])
         else:
-            logger.warning('\n%s\nThe effective batch is %d samples (ranks x samples_per_gpu x cumulative_iters), the recipe was made for %d.\n'
-                           'Its learning rate %g stays; scaled in proportion it would be %g (--auto_scale_lr.enable true does that).\n%s',
-                           '!' * 100, batch, base, settings['lr'], settings['lr'] * factor, '!' * 100)
+            bar = '!' * 100
+            logger.warning('\n%s\nThe effective batch is %d samples (ranks x samples_per_gpu x cumulative_iters), the recipe '
+                           'was made for %d.\nIts learning rate %g stays; in proportion it would be %g (--auto_scale_lr.enable '
+                           'true).\n%s', bar, batch, base, settings['lr'], settings['lr'] * factor, bar)
     optimizer = build_optimizer(model, settings)
     merge_groups(optimizer)
     return optimizer
@@ -273,12 +279,12 @@ def make_runner(cfg: Mapping[str, Any], model: StepModel, optimizer: torch.optim
     return runner
 
 
-def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: AmpPlan, seed: int, loader: Any, val_loader: Any,
-                   device: torch.device) -> None:
+def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: AmpPlan, seed: int, loader: Any,
+                   val_loader: Any, device: torch.device) -> None:
     """All hooks, in mmcv's order of priorities."""
     runner.register_hook(EpochSetupHook(seed, int(cfg.get('gt_paste_stop_epoch') or -1)), priority='VERY_HIGH')
-    runner.register_lr_hook(run_dirs.to_plain(cfg.get('lr_config')))
-    runner.register_momentum_hook(run_dirs.to_plain(cfg.get('momentum_config')))
+    runner.register_lr_hook(_schedule(cfg.get('lr_config')))
+    runner.register_momentum_hook(_schedule(cfg.get('momentum_config')))
     _register_optimizer_hook(runner, cfg, amp, device)
     ema = _register_ema(runner, cfg)
     settings = run_dirs.to_plain(cfg.get('checkpoint_config'))
@@ -293,15 +299,25 @@ def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: 
     if val_loader is not None:
         _register_evaluation(runner, cfg, val_loader, device, amp, ema)
     runner.register_logger_hooks(run_dirs.to_plain(cfg.get('log_config')))
+    survive_full_disk(runner)
     for hook in run_dirs.to_plain(cfg.get('custom_hooks')) or []:
         if not isinstance(hook, Mapping) or HOOKS.get(str(hook.get('type'))) is None:
-            import difflib
-            near = difflib.get_close_matches(str(hook.get('type') if isinstance(hook, Mapping) else hook), list(HOOKS.module_dict), n=1)
+            name = hook.get('type') if isinstance(hook, Mapping) else hook
+            near = difflib.get_close_matches(str(name), list(HOOKS.module_dict), n=1)
             raise UserError(f'key custom_hooks: unknown hook {hook!r}' + (f'; did you mean {near[0]!r}?' if near else ''))
     runner.register_custom_hooks(run_dirs.to_plain(cfg.get('custom_hooks')))
 
 
-def _register_optimizer_hook(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: AmpPlan, device: torch.device) -> None:
+def _schedule(settings: Any) -> Any:
+    """A schedule's settings; mmcv wants a tuple where YAML has a list."""
+    settings = run_dirs.to_plain(settings)
+    if settings and isinstance(settings.get('target_ratio'), list):
+        settings['target_ratio'] = tuple(settings['target_ratio'])
+    return settings
+
+
+def _register_optimizer_hook(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: AmpPlan,
+                             device: torch.device) -> None:
     settings = run_dirs.to_plain(cfg.get('optimizer_config')) or {}
     kind = settings.pop('type', None)
     if kind not in OUR_OPTIMIZER_HOOKS:
@@ -333,8 +349,8 @@ def _register_ema(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any]) -> Opt
     return hook
 
 
-def _register_evaluation(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], loader: Any, device: torch.device, amp: AmpPlan,
-                         ema: Optional[WeightAverageHook]) -> None:
+def _register_evaluation(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], loader: Any, device: torch.device,
+                         amp: AmpPlan, ema: Optional[WeightAverageHook]) -> None:
     settings = run_dirs.to_plain(cfg.get('evaluation')) or {}
     model = runner.model.module
     amp_dtype = amp.dtype if settings.get('amp') else None
@@ -354,5 +370,5 @@ def _warn_about_warm_up(cfg: Mapping[str, Any], logger: logging.Logger, iteratio
     settings = cfg.get('lr_config') or {}
     warm = settings.get('warmup_iters') if settings.get('warmup') and not settings.get('warmup_by_epoch') else None
     if warm and warm * 2 > iterations:
-        logger.warning('lr_config.warmup_iters is %d, the whole run has %d iterations: the learning rate spends most of it in warm-up',
-                       warm, iterations)
+        logger.warning('lr_config.warmup_iters is %d, the whole run has %d iterations: the learning rate spends most of it '
+                       'in warm-up', warm, iterations)

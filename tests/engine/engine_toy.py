@@ -1,4 +1,4 @@
-"""A model and a data set of a few numbers, to drive the engine in tests; run as a script it is ``tools/train.py`` with both known."""
+"""A model and a data set of a few numbers, to drive the engine in tests; as a script: ``tools/train.py`` with both known."""
 from __future__ import annotations
 
 import sys
@@ -88,8 +88,9 @@ class EngineToyModel(nn.Module):
             return [{'value': v.cpu()} for v in found.float()]
         sign = self.heads['map'](x).squeeze(-1)
         label = (target > 0).float()
+        focal = nn.functional.binary_cross_entropy_with_logits(sign.float(), label)
         return OrderedDict([('loss/object/l2', ((found.float() - target) ** 2).mean()),
-                            ('loss/map/drivable_area/focal', nn.functional.binary_cross_entropy_with_logits(sign.float(), label)),
+                            ('loss/map/drivable_area/focal', focal),
                             ('stats/object/matched_ious', ((sign > 0) == (label > 0)).float().mean().detach())])
 
 

@@ -40,9 +40,11 @@ class SafeCheckpointHook(Hook):
     def __init__(self, interval: int = 1, max_keep_ckpts: int = -1, save_optimizer: bool = True, out_dir: Optional[str] = None,
                  create_symlink: bool = True, save_last: bool = True, filename_tmpl: str = 'epoch_{}.pth'):
         if not isinstance(interval, int) or isinstance(interval, bool) or interval == 0:
-            raise ValueError(f'checkpoint_config.interval must be a whole number of epochs (-1: only the last), got {interval!r}')
+            raise ValueError(f'checkpoint_config.interval must be a whole number of epochs (-1: only the last), '
+                             f'got {interval!r}')
         self.interval, self.max_keep_ckpts, self.save_optimizer = interval, max_keep_ckpts, save_optimizer
-        self.out_dir, self.create_symlink, self.save_last, self.filename_tmpl = out_dir, create_symlink, save_last, filename_tmpl
+        self.out_dir, self.create_symlink = out_dir, create_symlink
+        self.save_last, self.filename_tmpl = save_last, filename_tmpl
 
     def before_run(self, runner: Any) -> None:
         self.out_dir = os.path.abspath(self.out_dir) if self.out_dir else runner.work_dir
@@ -58,12 +60,13 @@ class SafeCheckpointHook(Hook):
     @master_only
     def _save(self, runner: Any) -> None:
         try:
-            path = runner.save_checkpoint(self.out_dir, self.filename_tmpl, self.save_optimizer, create_symlink=self.create_symlink)
+            path = runner.save_checkpoint(self.out_dir, self.filename_tmpl, self.save_optimizer,
+                                          create_symlink=self.create_symlink)
         except CheckpointWriteError as error:
             older = _epoch_files(self.out_dir)
             runner.save_failed = str(error)
-            runner.logger.error('ALARM: %s. Training goes on; the newest checkpoint is %s. Free some space: the next one is tried after '
-                                'the next epoch', error, older[-1][1] if older else 'none')
+            runner.logger.error('ALARM: %s. Training goes on; the newest checkpoint is %s. Free some space: the next one '
+                                'is tried after the next epoch', error, older[-1][1] if older else 'none')
             return
         runner.save_failed = None
         runner.last_checkpoint = path

@@ -24,7 +24,8 @@ class WeightAverageHook(Hook):
         warm_up: the 10 in the formula above; 0 keeps ``decay`` from the start.
     """
 
-    def __init__(self, decay: Optional[float] = None, momentum: Optional[float] = None, evaluate: str = 'ema', warm_up: int = 10):
+    def __init__(self, decay: Optional[float] = None, momentum: Optional[float] = None, evaluate: str = 'ema',
+                 warm_up: int = 10):
         if decay is not None and momentum is not None:
             raise ValueError('ema: give decay or momentum (= 1 - decay), not both')
         decay = 1.0 - momentum if momentum is not None else 0.999 if decay is None else decay

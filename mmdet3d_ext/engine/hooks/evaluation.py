@@ -1,4 +1,4 @@
-"""Validation after an epoch: detection and map metrics together, in the log as ``Epoch(val)``, in ``metrics/epoch_<N>.json``."""
+"""Validation after an epoch: detection and map metrics together, in the log as ``Epoch(val)`` and in ``metrics/``."""
 from __future__ import annotations
 
 import contextlib
@@ -35,15 +35,16 @@ class EvaluationHook(Hook):
         self.keeper = BestKeeper(save_best, rule) if save_best else None
         self.before_train, self.ema = before_train, ema
 
-    def before_run(self, runner: Any) -> None:
-        if self.before_train and runner.iter == 0:
-            runner.mode = 'val'
-            runner._inner_iter = 0
-            self._evaluate(runner)
-            for hook in runner.hooks:
-                if isinstance(hook, LoggerHook) and hook is not self:
-                    _log_if_started(hook, runner)
-            runner.log_buffer.clear_output()
+    def before_train_epoch(self, runner: Any) -> None:
+        if not self.before_train or runner.iter > 0:
+            return
+        runner.mode = 'val'  # the log then says epoch 0
+        self._evaluate(runner)
+        for hook in runner.hooks:
+            if isinstance(hook, LoggerHook):
+                hook.log(runner)
+        runner.log_buffer.clear()
+        runner.mode = 'train'
 
     def after_train_epoch(self, runner: Any) -> None:
         epoch = runner.epoch + 1
@@ -59,9 +60,11 @@ class EvaluationHook(Hook):
     def _evaluate(self, runner: Any) -> Dict[str, float]:
         begin = time.monotonic()
         which = self.ema.applied(runner) if self.ema is not None and self.ema.evaluate == 'ema' else contextlib.nullcontext()
+        training = runner.model.training
         runner.model.eval()
         with which:
             metrics = self.evaluate()
+        runner.model.train(training)
         runner.logger.info('evaluated in %.1f s', time.monotonic() - begin)
         runner.log_buffer.output['eval_iter_num'] = self.batches
         for name, value in metrics.items():
@@ -80,9 +83,3 @@ class EvaluationHook(Hook):
                     stream.write('\n')
         except OSError as error:
             runner.logger.error('ALARM: cannot write the metrics: %s. Training goes on; they are in the log line', error)
-
-
-def _log_if_started(hook: Any, runner: Any) -> None:
-    """A logger hook that has its files open logs; the others get their turn in the first epoch."""
-    if hasattr(hook, 'json_log_path') or hasattr(hook, 'writer'):
-        hook.log(runner)

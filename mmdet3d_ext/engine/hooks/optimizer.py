@@ -1,4 +1,4 @@
-"""The optimizer step: loss scaling, accumulation, clipping, and the rule that a non-finite gradient never reaches the weights."""
+"""The optimizer step: loss scaling, accumulation, clipping; a non-finite gradient never reaches the weights."""
 from __future__ import annotations
 
 import contextlib
@@ -25,12 +25,14 @@ def make_scaler(loss_scale: Union[str, float, int, Mapping[str, Any], None], dev
     if loss_scale in (None, 'dynamic'):
         return torch.amp.GradScaler(device_type)
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
-        return torch.amp.GradScaler(device_type, init_scale=float(loss_scale), growth_interval=2**31 - 1, backoff_factor=1.0 - 1e-12)
+        return torch.amp.GradScaler(device_type, init_scale=float(loss_scale), growth_interval=2**31 - 1,
+                                    backoff_factor=1.0 - 1e-12)
     if isinstance(loss_scale, Mapping):
         try:
             return torch.amp.GradScaler(device_type, **loss_scale)
         except TypeError as error:
-            raise ValueError(f'fp16.loss_scale: {error}; its keys are init_scale, growth_factor, backoff_factor, growth_interval') from None
+            raise ValueError(f'fp16.loss_scale: {error}; its keys are init_scale, growth_factor, backoff_factor, '
+                             'growth_interval') from None
     raise ValueError(f'fp16.loss_scale must be "dynamic", a number or a mapping, got {loss_scale!r}')
 
 
@@ -65,6 +67,7 @@ class GuardedOptimizerHook(Hook):
         self.consecutive = 0
         self._sync = contextlib.ExitStack()
         self._checked = False
+        self._bad: List[str] = []
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
     def _group(self, runner: Any) -> tuple:
@@ -91,13 +94,15 @@ class GuardedOptimizerHook(Hook):
         runner.stepped = False
         if not last:
             runner.publish()
+            self._note_bad(runner)
             return
         if not self._checked:
             self._check_unused(runner)
         if self.scaler is not None:
             self.scaler.unscale_(runner.optimizer)
-        norm = total_norm([p.grad for g in runner.optimizer.param_groups for p in g['params'] if p.grad is not None], self.norm_type)
+        norm = total_norm(_gradients(runner.optimizer), self.norm_type)
         (norm_value,) = runner.publish([norm])
+        self._note_bad(runner)
         if math.isfinite(norm_value):
             self._step(runner, norm_value)
         else:
@@ -105,11 +110,18 @@ class GuardedOptimizerHook(Hook):
         if self.scaler is not None:
             self.scaler.update()
         runner.optimizer.zero_grad(set_to_none=True)
+        self._bad = []
+
+    def _note_bad(self, runner: Any) -> None:
+        """Remember the group's non-finite losses, and name this rank's samples that gave them."""
+        bad = [name for name, value in runner.outputs['log_vars'].items() if not math.isfinite(value)]
+        if bad:
+            self._bad += [name for name in bad if name not in self._bad]
+            self._name_samples(runner, f'epoch {runner.epoch + 1}, iteration {runner.inner_iter + 1}')
 
     def _step(self, runner: Any, norm: float) -> None:
         if self.max_norm is not None and norm > self.max_norm:
-            grads = [p.grad for g in runner.optimizer.param_groups for p in g['params'] if p.grad is not None]
-            torch._foreach_mul_(grads, self.max_norm / (norm + 1e-6))
+            torch._foreach_mul_(_gradients(runner.optimizer), self.max_norm / (norm + 1e-6))
         # The gradients are unscaled and finite here, so the scaler has nothing left to decide.
         runner.optimizer.step()
         runner.stepped = True
@@ -118,23 +130,22 @@ class GuardedOptimizerHook(Hook):
         self.consecutive = 0
 
     def _skip(self, runner: Any) -> None:
-        bad = [name for name, value in runner.outputs['log_vars'].items() if not math.isfinite(value)]
+        bad = self._bad
         where = f'epoch {runner.epoch + 1}, iteration {runner.inner_iter + 1}'
         scale = self.scaler.get_scale() if self.scaler is not None else None
         if scale is not None and scale > SEARCH_FLOOR and not bad:
             self.counts['scaler_skips'] += 1
-            runner.logger.info('%s: gradients overflow in float16 at loss scale %g; step skipped, loss scale now %g (the scaler\'s normal '
-                               'search)', where, scale, scale * self.scaler.get_backoff_factor())
+            runner.logger.info('%s: gradients overflow in float16 at loss scale %g; step skipped, loss scale now %g (the '
+                               'scaler\'s normal search)', where, scale, scale * self.scaler.get_backoff_factor())
             return
         self.counts['nonfinite_skips'] += 1
         self.consecutive += 1
         what = f'non-finite loss ({", ".join(bad)})' if bad else 'non-finite gradient (the losses are finite)'
         runner.logger.warning('%s: %s; step skipped on all ranks, weights unchanged (%d in a row, %d in this run)', where, what,
                               self.consecutive, self.counts['nonfinite_skips'])
-        self._name_samples(runner, where)
         if self.consecutive >= self.max_consecutive:
-            raise NonFiniteError(f'{where}: {what} in {self.consecutive} steps in a row; the weights are those of the last finite step. '
-                                 'Lower the learning rate, or look at the samples named above')
+            raise NonFiniteError(f'{where}: {what} in {self.consecutive} steps in a row; the weights are those of the last '
+                                 'finite step. Lower the learning rate, or look at the samples named above')
 
     def _name_samples(self, runner: Any, where: str) -> None:
         """On the rank whose own losses are non-finite: which losses and samples (to stderr and the rank's log file)."""
@@ -155,8 +166,8 @@ class GuardedOptimizerHook(Hook):
         text = (f'{len(unused)} trainable parameters got no gradient in the first step: {", ".join(unused[:8])}'
                 f'{" ..." if len(unused) > 8 else ""}')
         if getattr(runner.model, 'distributed', False) and not runner.model.find_unused_parameters:
-            raise RuntimeError(f'{text}. Every trainable parameter must take part in every loss; freeze them (requires_grad false), or set '
-                               'find_unused_parameters: true')
+            raise RuntimeError(f'{text}. Every trainable parameter must take part in every loss; freeze them '
+                               '(requires_grad false), or set find_unused_parameters: true')
         runner.logger.warning('%s', text)
 
     # ---- state -------------------------------------------------------------------------------------------------------
@@ -171,6 +182,10 @@ class GuardedOptimizerHook(Hook):
         self.consecutive = int(state.get('consecutive', 0))
         if self.scaler is not None and state.get('scaler'):
             self.scaler.load_state_dict(dict(state['scaler']))
+
+
+def _gradients(optimizer: torch.optim.Optimizer) -> List[torch.Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group['params'] if p.grad is not None]
 
 
 def total_norm(grads: List[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:

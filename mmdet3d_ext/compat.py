@@ -19,6 +19,7 @@ def apply() -> None:
     _numpy_aliases()
     _quiet_mmcv()
     _mmdet3d_accepts_mmcv_172()
+    _torch_ops_without_mmcvs_namespace()
     _spconv_without_cuda()
     _checkpointing_without_reentrance()
     _descartes_draws_shapely_2()
@@ -55,6 +56,17 @@ def _mmdet3d_accepts_mmcv_172() -> None:
         import mmdet3d  # noqa: F401
     finally:
         mmcv.__version__ = true_version
+
+
+def _torch_ops_without_mmcvs_namespace() -> None:
+    """mmcv 1.7.2 breaks torch.compile: its NPU module sets ``_check_balance`` on every torch module that has one, and ``torch.ops``
+    answers that it has any name. What results is an operator namespace that is a function; tracing walks all of them.
+    """
+    import mmcv.device  # noqa: F401  (does it when it is imported, whoever does so first)
+    import torch
+    if callable(torch.ops.__dict__.get('_check_balance')):
+        del torch.ops._check_balance
+        torch.ops._dir = [name for name in torch.ops._dir if name != '_check_balance']
 
 
 def _spconv_without_cuda() -> None:

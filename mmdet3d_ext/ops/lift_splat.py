@@ -199,7 +199,7 @@ def lift_splat(depth: torch.Tensor,
         depth = depth.to(context.dtype)
     if context.dtype == torch.float64:
         depth = depth.double()
-    return torch.ops.mmdet3d_ext.lift_splat(depth, context, *plan.tensors, list(plan.cells))
+    return torch.ops.mmdet3d_ext.lift_splat(depth, context, plan.cell, plan.order, plan.sorted_key, plan.tile_starts, list(plan.cells))
 
 
 def bev_pool(feats: torch.Tensor, coords: torch.Tensor, B: int, nz: int, nx: int, ny: int) -> torch.Tensor:

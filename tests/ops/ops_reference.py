@@ -74,7 +74,7 @@ def bev_pool(feats, coords, B, nz, nx, ny):
     inside = (x >= 0) & (x < nx) & (y >= 0) & (y < ny) & (z >= 0) & (z < nz) & (b >= 0) & (b < B)
     flat = (((b * nz + z) * nx + x) * ny + y)[inside]
     pooled = feats.new_zeros((B * nz * nx * ny, feats.shape[1])).index_add(0, flat, feats[inside])
-    return pooled.view(B, nz, nx, ny, -1).permute(0, 4, 1, 2, 3)
+    return pooled.view(B, nz, nx, ny, feats.shape[1]).permute(0, 4, 1, 2, 3)
 
 
 def lift_splat(depth, context, geometry, lower, step, cells, truncate=False):

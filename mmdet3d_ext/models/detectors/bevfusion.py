@@ -175,6 +175,8 @@ class BEVFusion(nn.Module):
             if not hasattr(child, 'init_weights'):
                 self._init_below(child, path)
                 continue
+            # mmcv's base class would log one paragraph per parameter, thousands of lines.
+            child._dump_init_info = lambda *args, **kwargs: None
             try:
                 child.init_weights()
             except Exception as error:
@@ -183,6 +185,8 @@ class BEVFusion(nn.Module):
                     raise RuntimeError(f'{path}.init_cfg.checkpoint: cannot load {init_cfg["checkpoint"]!r}: {error}. Give a '
                                        f'local file, or {path}.init_cfg: null to start without') from error
                 raise
+            finally:
+                del child._dump_init_info
 
     # ------------------------------------------------------------------ features
 

@@ -123,6 +123,15 @@ def test_empty_clouds_train_with_the_same_losses_and_gradients_everywhere(sensor
     check_gradients(model)
 
 
+@pytest.mark.parametrize('points', [200, [200, 0], 0])
+def test_dynamic_voxels_train_as_well(points):
+    cfg = config('lidar')
+    cfg['encoders']['lidar'] = {**LIDAR, 'voxelize': {'point_cloud_range': RANGE, 'voxel_size': [0.1, 0.1, 0.2]}}
+    model = build_model(cfg)
+    model.train_step(batch(points=points), None)['loss'].backward()
+    check_gradients(model)
+
+
 def test_the_camera_branch_leaves_points_alone_and_both_modes_see_the_same_lidar():
     model, data = build_model(config('camera', 'lidar')), batch()
     before = [p.clone() for p in data['points']]
@@ -243,7 +252,7 @@ def test_lidar_stays_float32_under_autocast():
     check_gradients(model)
 
 
-def test_pretrained_files_are_loaded_by_init_weights_only_and_their_absence_is_named(tmp_path):
+def test_pretrained_files_are_loaded_by_init_weights_only_and_their_absence_is_named(tmp_path, capsys):
     cfg = config('camera')
     path = tmp_path / 'backbone.pth'
     backbone = {**CAMERA['backbone'], 'init_cfg': {'type': 'Pretrained', 'checkpoint': str(path)}}
@@ -253,7 +262,9 @@ def test_pretrained_files_are_loaded_by_init_weights_only_and_their_absence_is_n
         model.init_weights()
     state = {k: torch.full_like(v, 0.25) for k, v in model.encoders['camera']['backbone'].state_dict().items()}
     torch.save({'state_dict': state}, path)
+    capsys.readouterr()
     model.init_weights()
+    assert sum(capsys.readouterr()[i].count('\n') for i in range(2)) < 20, 'not a paragraph per parameter'
     assert (model.encoders['camera']['backbone'].conv1.weight == 0.25).all()
 
     class Evil:

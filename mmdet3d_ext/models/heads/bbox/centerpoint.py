@@ -16,6 +16,7 @@ from ....registry import BBOX_CODERS, MODELS
 from .head_grid import (
     box_class,
     check_feature_map,
+    check_frame,
     check_keys,
     clipped_sigmoid,
     collect_ground_truth,
@@ -112,6 +113,7 @@ class CenterHead(BaseModule):
         if train_cfg is not None:
             check_keys(train_cfg, 'train_cfg', **_TRAIN_KEYS)
             self.map_shape = map_shape(train_cfg, 'train_cfg')
+        check_frame(self.bbox_coder.frame, train_cfg, test_cfg)
         check_keys(self.test_cfg, 'test_cfg', **_TEST_KEYS)
         self.code_weights = list((train_cfg or {}).get('code_weights') or [1.0] * (size + 1))
         if len(self.code_weights) != size + 1:

@@ -5,6 +5,7 @@ Letters: B batch, G boxes per sample (padded to the largest), X, Y map cells alo
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 from typing import Any, Collection, List, Mapping, Optional, Sequence, Tuple
 
@@ -91,6 +92,19 @@ def check_keys(cfg: Mapping[str, Any], name: str, required: Collection[str], opt
             near = difflib.get_close_matches(key, known, n=1)
             hint = f'; did you mean {near[0]!r}?' if near else f', known are {sorted(known)}'
             raise KeyError(f'{name}: unknown key {key!r}{hint}')
+
+
+def check_frame(frame: CellFrame, train_cfg: Optional[Mapping[str, Any]], test_cfg: Optional[Mapping[str, Any]]) -> None:
+    """Raise unless the box coder's range, voxel size and stride are those of ``train_cfg`` and ``test_cfg`` (where given)."""
+    for name, cfg in (('train_cfg', train_cfg), ('test_cfg', test_cfg)):
+        for key, expected in (('out_size_factor', (frame.factor,)), ('voxel_size', frame.voxel),
+                              ('point_cloud_range', frame.lo), ('pc_range', frame.lo)):
+            found = (cfg or {}).get(key)
+            if found is None:
+                continue
+            values = found[:2] if isinstance(found, (list, tuple)) else [found]
+            if any(not math.isclose(a, b, abs_tol=1e-6) for a, b in zip(values, expected, strict=True)):
+                raise ValueError(f'{name}.{key}: the box coder has {list(expected)}, got {found}; boxes would be misplaced')
 
 
 def check_feature_map(x: Tensor, shape: Optional[Tuple[int, int]], head: str) -> None:

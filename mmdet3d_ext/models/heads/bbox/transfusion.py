@@ -1,11 +1,10 @@
-"""TransFusion's detection head: the best cells of a class heatmap become queries of a transformer decoder (Bai et al.
-2022).
+"""TransFusion's detection head (Bai et al. 2022): the best cells of a class heatmap become queries of a transformer decoder.
 
-Letters: B batch, C classes, P proposals (queries) per layer, L decoder layers, X, Y map cells, G boxes of a sample
-(padded).
+Letters: B batch, C classes, P proposals (queries) per layer, L decoder layers, X, Y map cells, G boxes of a sample.
 """
 from __future__ import annotations
 
+import logging
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
@@ -19,6 +18,7 @@ from .assigner import layer_slices
 from .head_grid import (
     box_class,
     check_feature_map,
+    check_frame,
     check_keys,
     clipped_sigmoid,
     collect_ground_truth,
@@ -41,6 +41,7 @@ _DATASETS = {
                   radius=dict(Car=0.7, Pedestrian=0.7, Cyclist=0.7)),
 }
 
+_LOGGER = logging.getLogger('mmdet3d_ext.models.heads.bbox')
 _REGRESSED = ('center', 'height', 'dim', 'rot', 'vel')
 _TRAIN_KEYS = dict(required=('point_cloud_range', 'grid_size', 'voxel_size', 'out_size_factor', 'assigner'),
                    optional=('dataset', 'gaussian_overlap', 'min_radius', 'pos_weight', 'code_weights'))
@@ -168,16 +169,19 @@ class TransFusionHead(BaseModule):
             self.bbox_assigner = BBOX_ASSIGNERS.build(train_cfg['assigner'])
         if test_cfg is not None:
             check_keys(test_cfg, 'test_cfg', **_TEST_KEYS)
-            shape = map_shape(test_cfg, 'test_cfg')
-            if train_cfg is not None and shape != self.map_shape:
-                raise ValueError(f'test_cfg.grid_size: gives a map of {shape} cells, train_cfg one of {self.map_shape}')
-            self.map_shape = shape
+            if train_cfg is None:
+                self.map_shape = map_shape(test_cfg, 'test_cfg')
+            elif list(test_cfg['grid_size'][:2]) != list(train_cfg['grid_size'][:2]):
+                # The reference's PointPillars configuration leaves another model's grid in its test_cfg.
+                _LOGGER.warning('TransFusionHead: test_cfg.grid_size %s is not used; train_cfg.grid_size %s, which fits '
+                                'point_cloud_range and voxel_size, is', test_cfg['grid_size'], train_cfg['grid_size'])
         nms_type = self.test_cfg.get('nms_type')
         if nms_type not in (None, 'circle', 'rotate'):
             raise ValueError(f'test_cfg.nms_type: expected null, circle or rotate, got {nms_type!r}')
 
         extra = dict(compat=self.compat) if self.compat is not None else {}
         self.bbox_coder = BBOX_CODERS.build(bbox_coder, **extra)
+        check_frame(self.bbox_coder.frame, train_cfg, test_cfg)
         size = 10 if 'vel' in self.regressed else 8
         if self.bbox_coder.code_size != size:
             raise ValueError(f'bbox_coder.code_size: common_heads regresses {size} numbers, got {self.bbox_coder.code_size}')

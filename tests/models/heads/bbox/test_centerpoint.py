@@ -215,6 +215,7 @@ def test_a_threshold_of_zero_is_a_threshold(centerhead, compat, kept):
     (dict(test_cfg=dict(nms_thr=...)), ValueError, 'test_cfg.nms_thr: rotated suppression needs an IoU threshold'),
     (dict(test_cfg=dict(nms_scale=[[1.0], [1.0]])), ValueError, 'test_cfg.nms_scale: one factor for each class of a task'),
     (dict(test_cfg=dict(post_max_sise=3)), KeyError, "test_cfg: unknown key 'post_max_sise'; did you mean 'post_max_size'"),
+    (dict(bbox_coder=dict(out_size_factor=4)), ValueError, r'train_cfg.out_size_factor: the box coder has \[4\], got 8'),
     (dict(train_cfg=dict(grid_size=...)), KeyError, 'train_cfg: missing grid_size'),
     (dict(separate_head=dict(type='SeparateHed')), KeyError, "unknown model type 'SeparateHed'; did you mean 'SeparateHead'")])
 def test_bad_configuration(centerhead, changes, error, message):

@@ -328,7 +328,9 @@ def test_suppression_is_class_by_class(transfusion):
     (dict(train_cfg=dict(min_radios=3)), KeyError, "train_cfg: unknown key 'min_radios'; did you mean 'min_radius'"),
     (dict(train_cfg=dict(assigner=...)), KeyError, 'train_cfg: missing assigner'),
     (dict(test_cfg=dict(nms_type='soft')), ValueError, "test_cfg.nms_type: expected null, circle or rotate, got 'soft'"),
-    (dict(test_cfg=dict(grid_size=[160, 160, 1])), ValueError, r'test_cfg.grid_size: gives a map of \(20, 20\) cells'),
+    (dict(test_cfg=dict(out_size_factor=4)), ValueError, r'test_cfg.out_size_factor: the box coder has \[8\], got 4'),
+    (dict(test_cfg=dict(pc_range=[-9.6, -9.6])), ValueError, r'test_cfg.pc_range: .*\[-9.6, -16.0\], got \[-9.6, -9.6\]'),
+    (dict(bbox_coder=dict(voxel_size=[0.1, 0.2])), ValueError, r'train_cfg.voxel_size: .* has \[0.1, 0.2\], got'),
     (dict(class_names=['car']), ValueError, 'class_names: num_classes is 3, got 1 names'),
     (dict(no_local_max_classes=['cow'], class_names=['a', 'b', 'c']), ValueError, "no_local_max_classes: 'cow' is not among"),
     (dict(test_cfg=dict(nms_radius={7: 1.0})), ValueError, r'test_cfg.nms_radius: class index must lie in \[0, 3\), got 7'),
@@ -354,6 +356,12 @@ def test_inference_needs_no_train_cfg(transfusion, features, scene):
         head.loss(*truth(scene()), preds)
     with pytest.raises(ValueError, match='takes one feature level, got 2'):
         head([features(1)] * 2)
+
+
+def test_another_grid_in_test_cfg_is_reported_and_not_used(transfusion, features, caplog):
+    head = transfusion(test_cfg=dict(grid_size=[1024, 1024, 1]))
+    assert head.map_shape == (12, 20) and 'test_cfg.grid_size [1024, 1024, 1] is not used' in caplog.text
+    head(features(2))
 
 
 def test_initial_scores_follow_the_prior(transfusion, features):

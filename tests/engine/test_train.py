@@ -73,7 +73,8 @@ def test_a_run_leaves_the_logs_and_files_that_users_know(tmp_path):
         if line['mode'] == 'train':
             assert line['loss'] == pytest.approx(line['loss/object/l2'] + line['loss/map/drivable_area/focal'], abs=2e-5)
     names = set(os.listdir(result.run_dir))
-    assert {'configs.yaml', 'epoch_1.pth', 'epoch_2.pth', 'latest.pth', 'tf_logs', 'logging', 'metrics', 'metrics.json'} <= names
+    assert {'configs.yaml', 'epoch_1.pth', 'epoch_2.pth', 'latest.pth', 'tf_logs', 'logging', 'metrics',
+            'metrics.json'} <= names
     assert os.readlink(os.path.join(result.run_dir, 'latest.pth')) == 'epoch_2.pth'
     assert load_config(os.path.join(result.run_dir, 'configs.yaml')).max_epochs == 2
     assert json.load(open(os.path.join(result.run_dir, 'metrics.json'))) == result.metrics

@@ -16,6 +16,7 @@ from .yaml_source import dump_yaml, load_yaml
 
 DEFAULT = 'default'
 ROOT_FOLDER = 'configs'
+HELPERS = '_helpers'  # in a file: names of root keys that are no settings of the framework
 
 
 class ConfigNode(dict):
@@ -93,8 +94,13 @@ class Config(ConfigNode):
         return _plain(self, ())
 
     def dump(self, path: Optional[str] = None) -> str:
-        """The resolved configuration as YAML, which :func:`load_config` reads back; written to ``path`` if given."""
-        text = dump_yaml(self.to_dict())
+        """The resolved configuration as YAML, which :func:`load_config` reads back; written to ``path`` if given.
+
+        Keys that only expressions used are listed under ``_helpers``, because no expression is left to vouch for them.
+        """
+        data = self.to_dict()
+        helpers = [key for key in data if not _known_root(key)]
+        text = dump_yaml({**data, HELPERS: helpers} if helpers else data)
         if path is not None:
             with open(path, 'w', encoding='utf-8') as stream:
                 stream.write(text)
@@ -273,9 +279,14 @@ def _crosses_expression(tree: Any, path: Path) -> bool:
     return False
 
 
-def _refuse_unknown_roots(tree: Mapping[str, Any], sources: Mapping[Path, Source]) -> None:
-    """A root key is known to the schema, used by some expression, or private (it begins with "_")."""
-    unknown = [key for key in tree if not (key in schema.KNOWN or str(key).startswith('_'))]
+def _known_root(key: Any) -> bool:
+    return key in schema.KNOWN or str(key).startswith('_')
+
+
+def _refuse_unknown_roots(tree: Dict[str, Any], sources: Mapping[Path, Source]) -> None:
+    """A root key is known to the schema, used by some expression, listed as a helper, or private (it begins with "_")."""
+    helpers = tree.pop(HELPERS, None) or []
+    unknown = [key for key in tree if not _known_root(key) and key not in helpers]
     used = set(_names(tree)) if unknown else set()
     known = [*(key for key in schema.KNOWN if '.' not in key), *(key for key in tree if key in used)]
     for key in unknown:

@@ -288,7 +288,7 @@ def test_losses_of_a_large_map_under_autocast():
             p = head(inputs(1)[0]).double()
     expected = 2 * p.sum((0, 2, 3)) / (p.sum((0, 2, 3)) + 640_000)
     for index, name in enumerate(CLASSES):
-        assert math.isfinite(losses[f'{name}/focal'])
+        assert math.isfinite(losses[f'{name}/focal'].item())
         assert losses[f'{name}/dice_score'].item() == pytest.approx(expected[index].item(), rel=1e-4)
 
 

@@ -112,11 +112,9 @@ def _move_aside(run_dir: str, stamp: str) -> Optional[str]:
 
 
 def dump_config(cfg: Any) -> str:
-    """The resolved configuration as YAML."""
-    if hasattr(cfg, 'dump') and not isinstance(cfg, dict):
-        return cfg.dump()
-    from ..config.yaml_source import dump_yaml
-    return dump_yaml(to_plain(cfg))
+    """The resolved configuration as YAML, which the configuration loader reads back."""
+    from ..config import Config
+    return (cfg if isinstance(cfg, Config) else Config(to_plain(cfg))).dump()
 
 
 @functools.lru_cache(maxsize=None)

@@ -1,11 +1,11 @@
 """The detector with the project's heads: shipped tiny configuration, and CenterPoint with the plain map head."""
+import importlib
 import importlib.util
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from mmdet3d.core.bbox import LiDARInstance3DBoxes
 from testing import REPO
 
 import mmdet3d_ext  # noqa: F401
@@ -17,6 +17,7 @@ spec = importlib.util.spec_from_file_location('small_models', Path(__file__).wit
 small = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(small)
 
+LiDARInstance3DBoxes = importlib.import_module('mmdet3d.core.bbox').LiDARInstance3DBoxes  # after the shims of the plugin
 RANGE, LIMITS = small.RANGE, [-20.0, -20.0, -10.0, 20.0, 20.0, 10.0]
 CENTER = {'type': 'CenterHead', 'in_channels': 12, 'tasks': [['car'], ['pedestrian', 'truck']], 'share_conv_channel': 8,
           'common_heads': {'reg': [2, 2], 'height': [1, 2], 'dim': [3, 2], 'rot': [2, 2], 'vel': [2, 2]},
@@ -32,7 +33,8 @@ CENTER = {'type': 'CenterHead', 'in_channels': 12, 'tasks': [['car'], ['pedestri
                        'out_size_factor': 8, 'voxel_size': [0.1, 0.1], 'nms_type': ['circle', 'rotate'],
                        'pre_max_size': 1000, 'post_max_size': 83, 'nms_thr': 0.2}}
 MAP = {'type': 'BEVSegmentationHead', 'in_channels': 12, 'classes': ['road', 'divider'], 'loss': 'focal',
-       'grid_transform': {'input_scope': [[-12.8, 12.8, 0.8], [-9.6, 9.6, 0.8]], 'output_scope': [[-12, 12, 0.5], [-9, 9, 0.5]]}}
+       'grid_transform': {'input_scope': [[-12.8, 12.8, 0.8], [-9.6, 9.6, 0.8]],
+                          'output_scope': [[-12, 12, 0.5], [-9, 9, 0.5]]}}
 
 
 def boxes(*rows):

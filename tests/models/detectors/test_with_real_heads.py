@@ -10,7 +10,7 @@ from testing import REPO
 
 import mmdet3d_ext  # noqa: F401
 from mmdet3d_ext.config import load_config
-from mmdet3d_ext.geometry.grid import GridError
+from mmdet3d_ext.geometry.grid import BevGrid, GridError
 from mmdet3d_ext.models.builder import build_model
 
 spec = importlib.util.spec_from_file_location('small_models', Path(__file__).with_name('test_bevfusion.py'))
@@ -83,9 +83,9 @@ def test_the_tiny_configuration():
         model = build_model(plain(cfg['model']))
     model.init_weights()
     height, width = cfg['image_size']
-    classes = len(cfg['map_classes'])
-    data = {'img': torch.rand(2, 2, 3, height, width), 'gt_masks_bev': (torch.rand(2, classes, 200, 200) < 0.2).long()}
-    check(model, data, classes, (200, 200))
+    classes, cells = len(cfg['map_classes']), BevGrid.parse(*plain(cfg['map_bound'])).shape
+    data = {'img': torch.rand(2, 2, 3, height, width), 'gt_masks_bev': (torch.rand(2, classes, *cells) < 0.2).long()}
+    check(model, data, classes, cells)
 
 
 def plain(value):

@@ -17,6 +17,7 @@ from .amp import plan_amp
 from .checkpoint import load_weights, read_checkpoint
 from .evaluate import TASKS, ResultCollector, build_evaluators, evaluate, table, write_metrics
 from .launch import UserError, attach_rank_log, current
+from .map_labels import check_map_labels
 from .seeding import derive, seed_all
 from .train import make_loader, make_logger, make_model
 
@@ -77,6 +78,7 @@ def test(cfg: Mapping[str, Any], options: Options, device: torch.device) -> Dict
         model = fuse_conv_bn(model)
     model.to(device)
     loader = make_loader(cfg, dataset_cfg, int(cfg.get('seed') or 0), train=False)
+    check_map_labels(model, loader.dataset, evaluation=True)
     evaluators = build_evaluators(cfg, loader.dataset, folder, tasks, options.format_only)
     collector = ResultCollector() if options.out and options.out.endswith(('.pkl', '.pickle')) else None
     amp_dtype = plan_amp(cfg, device, logger).dtype if options.amp else None

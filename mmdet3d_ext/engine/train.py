@@ -24,6 +24,7 @@ from .hooks.ema import AverageSteps
 from .hooks.logging import survive_full_disk
 from .hooks.optimizer import make_scaler
 from .launch import LOGGER_NAME, Launch, UserError, attach_rank_log, current
+from .map_labels import check_map_labels
 from .parallel import StepModel
 from .runner import CustomEpochBasedRunner
 from .seeding import agree_on_seed, derive, make_deterministic, seed_all
@@ -99,6 +100,9 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     val = cfg['data'].get('val') if options.validate else None
     val_loader = make_loader(cfg, val, seed, train=False) if val else None
     model = make_model(cfg)
+    check_map_labels(model, loader.dataset)
+    if val_loader is not None:
+        check_map_labels(model, val_loader.dataset, evaluation=True)
     if launch.world_size > 1 and cfg.get('sync_bn') and device.type == 'cuda':
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     logger.info('Model:\n%s\n%s', model, count_parameters(model))

@@ -32,9 +32,9 @@ def check_map_labels(model: nn.Module, dataset: Any, evaluation: bool = False) -
                 raise UserError(str(error)) from error
             output = head.transform.output_grid
             if evaluation and output.shape != labels.grid.shape:
-                raise UserError(f'the map head makes {output} (model.heads.map.grid_transform.output_scope), but it is evaluated '
-                                f'on {labels.grid} (xbound/ybound of LoadBEVSegmentation in the validation pipeline); align '
-                                'the two')
+                raise UserError(f'the map head makes {output} (model.heads.map.grid_transform.output_scope), but it is '
+                                f'evaluated on {labels.grid} (xbound/ybound of LoadBEVSegmentation in the validation '
+                                'pipeline); align the two')
 
 
 def _label_steps(dataset: Any) -> Iterator[Any]:

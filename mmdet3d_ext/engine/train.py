@@ -19,7 +19,14 @@ from . import run_dir as run_dirs
 from .amp import AmpPlan, plan_amp
 from .checkpoint import clean_leftovers, load_weights, newest_checkpoint, read_checkpoint
 from .evaluate import build_evaluators, evaluate, table
-from .hooks import EpochSetupHook, EvaluationHook, GuardedOptimizerHook, SafeCheckpointHook, WeightAverageHook
+from .hooks import (
+    BatchNormSyncHook,
+    EpochSetupHook,
+    EvaluationHook,
+    GuardedOptimizerHook,
+    SafeCheckpointHook,
+    WeightAverageHook,
+)
 from .hooks.ema import AverageSteps
 from .hooks.logging import survive_full_disk
 from .hooks.optimizer import make_scaler
@@ -291,6 +298,7 @@ def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: 
     runner.register_momentum_hook(_schedule(cfg.get('momentum_config')))
     _register_optimizer_hook(runner, cfg, amp, device)
     ema = _register_ema(runner, cfg)
+    runner.register_hook(BatchNormSyncHook(ema), priority='ABOVE_NORMAL')
     settings = run_dirs.to_plain(cfg.get('checkpoint_config'))
     if settings is not None:
         kind = settings.pop('type', 'CheckpointHook')

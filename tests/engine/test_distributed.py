@@ -167,6 +167,26 @@ def test_samples_left_out_or_seen_twice_are_an_error(tmp_path):
         evaluate(EngineToyModel(), loader, data.evaluators('.'), CPU, expected=5, progress=False)
 
 
+def test_batch_norm_statistics_become_the_mean_over_ranks(tmp_path):
+    from mmdet3d_ext.engine.hooks import BatchNormSyncHook, WeightAverageHook
+
+    def work(rank):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        model.register_buffer('grid', torch.full((1,), 0.1 + rank))  # other buffers are left alone
+        model[1].running_mean.fill_(rank + 1.0)
+        model[1].running_var.fill_(10.0 * rank)
+        runner = type('R', (), {'model': model, 'stepped': True})()
+        ema = WeightAverageHook()
+        ema.before_run(runner)
+        ema.average['1.running_mean'].fill_(5.0 + rank)
+        BatchNormSyncHook(ema).after_train_epoch(runner)
+        return model[1].running_mean, model[1].running_var, ema.average['1.running_mean'], model.grid
+
+    for rank, (_, (mean, var, averaged, grid)) in enumerate(in_ranks(work, tmp_path)):
+        assert mean.tolist() == [1.5, 1.5] and var.tolist() == [5.0, 5.0] and averaged.tolist() == [5.5, 5.5]
+        assert float(grid) == pytest.approx(0.1 + rank)
+
+
 # ---- whole runs ----------------------------------------------------------------------------------------------------------
 
 # One sample is NaN: the update that holds it is skipped by all ranks, whichever of them reads it.

@@ -1,8 +1,10 @@
 """Training hooks: optimizer step with its guard, EMA, checkpoints, evaluation, epoch set-up."""
+from .buffers import BatchNormSyncHook
 from .checkpoint import SafeCheckpointHook
 from .ema import WeightAverageHook
 from .epoch import EpochSetupHook
 from .evaluation import EvaluationHook
 from .optimizer import GuardedOptimizerHook
 
-__all__ = ['EpochSetupHook', 'EvaluationHook', 'GuardedOptimizerHook', 'SafeCheckpointHook', 'WeightAverageHook']
+__all__ = ['BatchNormSyncHook', 'EpochSetupHook', 'EvaluationHook', 'GuardedOptimizerHook', 'SafeCheckpointHook',
+           'WeightAverageHook']

@@ -198,6 +198,7 @@ def test_keep_last_and_best(tmp_path):
         run(tmp_path, '--evaluation.save_best', 'object/nds')
 
 
+@pytest.mark.filterwarnings('ignore::pytest.PytestUnhandledThreadExceptionWarning')  # TensorBoard's writing thread
 def test_a_full_disk_does_not_stop_training(tmp_path, capfd):
     """From epoch 2 on no file may grow beyond a few bytes: checkpoints, logs, TensorBoard and metrics all fail to write."""
     from mmcv.runner import HOOKS, Hook

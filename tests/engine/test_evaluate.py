@@ -1,0 +1,105 @@
+"""The streaming evaluation around the metrics: what is counted, what is left out, what the table says."""
+import resource
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from mmdet3d_ext.engine.evaluate import DetectionEvaluator, MapEvaluator, build_evaluators, evaluate, table, write_metrics
+from mmdet3d_ext.engine.launch import UserError
+from mmdet3d_ext.geometry.grid import BevGrid
+from mmdet3d_ext.metrics import BevMapIoU
+
+CPU = torch.device('cpu')
+GRID = BevGrid.parse([-4, 4, 1.0], [-2, 2, 1.0])
+
+
+class Maps(nn.Module):
+    """Predicts the labels with a fixed share of wrong cells: iou is known."""
+
+    def forward(self, gt_masks_bev=None, wrong=None, metas=None):
+        out = gt_masks_bev.float()
+        return [{'masks_bev': (mask - w).abs()} for mask, w in zip(out, wrong.float())]
+
+
+def batches(samples, size, with_labels=True):
+    generator = torch.Generator().manual_seed(0)
+    for begin in range(0, samples, size):
+        n = min(size, samples - begin)
+        labels = (torch.rand(n, 2, 8, 4, generator=generator) > 0.5).to(torch.uint8)
+        wrong = (torch.rand(n, 2, 8, 4, generator=generator) > 0.8).to(torch.uint8)
+        yield {'gt_masks_bev': labels, 'wrong': wrong, 'metas': [{'token': f't{begin + i}'} for i in range(n)]}
+
+
+def test_counts_equal_an_integer_reference_and_the_last_batch_counts_once():
+    evaluator = MapEvaluator(BevMapIoU(('a', 'b'), GRID))
+    found = evaluate(Maps(), list(batches(7, 3)), [evaluator], CPU, expected=7, progress=False)
+    labels, wrong = (torch.cat([b[k] for b in batches(7, 3)]).bool() for k in ('gt_masks_bev', 'wrong'))
+    predicted = labels ^ wrong
+    for index, name in enumerate('ab'):
+        hits, union = (predicted & labels)[:, index].sum(), (predicted | labels)[:, index].sum()
+        assert found[f'map/{name}/iou@0.50'] == pytest.approx(float(hits / union), rel=1e-6)
+    assert 'map_ref/mean/iou@max' in found and evaluator.table().startswith('Map IoU, native grid')
+
+
+def test_memory_does_not_grow_with_the_number_of_samples():
+    big = BevGrid.parse([-50, 50, 0.25], [-50, 50, 0.25])
+
+    class Constant(nn.Module):
+        def forward(self, gt_masks_bev=None, metas=None):
+            return [{'masks_bev': mask.float()} for mask in gt_masks_bev]
+
+    def run(samples):
+        stream = ({'gt_masks_bev': torch.ones(1, 1, 400, 400, dtype=torch.uint8), 'metas': [{'token': f's{samples}-{i}'}]}
+                  for i in range(samples))
+        evaluate(Constant(), stream, [MapEvaluator(BevMapIoU(('a',), big))], CPU, progress=False)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MiB
+
+    first = run(5)
+    assert run(150) - first < 40  # 150 samples of predictions and labels kept would be 110 MiB
+
+
+def test_a_task_that_the_model_does_not_have_is_left_out():
+    boxes = DetectionEvaluator(SimpleNamespace(update=None, compute=None, table=''))
+    found = evaluate(Maps(), list(batches(2, 1)), [boxes, MapEvaluator(BevMapIoU(('a', 'b'), GRID))], CPU, progress=False)
+    assert found and all(key.startswith(('map/', 'map_ref/')) for key in found)
+
+
+def test_wrong_outputs_and_missing_labels_are_explained():
+    class Short(nn.Module):
+        def forward(self, gt_masks_bev=None, wrong=None, metas=None):
+            return [{'masks_bev': gt_masks_bev[0].float()}]
+
+    with pytest.raises(RuntimeError, match='1 results for 2 samples'):
+        evaluate(Short(), list(batches(2, 2)), [], CPU, progress=False)
+    with pytest.raises(RuntimeError, match='one dict per sample, got Tensor'):
+        evaluate(nn.Identity(), [{'input': torch.ones(1, 1)}], [], CPU, progress=False)
+    evaluator = MapEvaluator(BevMapIoU(('a', 'b'), GRID))
+    with pytest.raises(UserError, match='no map labels: add LoadBEVSegmentation'):
+        evaluator.update({'masks_bev': torch.rand(2, 8, 4)}, {'metas': [{'token': 'a'}]}, 0)
+
+
+def test_mode_of_the_model_is_put_back():
+    model = Maps().train()
+    evaluate(model, list(batches(1, 1)), [], CPU, progress=False)
+    assert model.training
+    evaluate(model.eval(), list(batches(1, 1)), [], CPU, progress=False)
+    assert not model.training
+
+
+def test_choice_of_evaluators():
+    data = SimpleNamespace(evaluators=lambda folder: [SimpleNamespace(task='object'), SimpleNamespace(task='map')])
+    assert [e.task for e in build_evaluators({}, data, '.')] == ['object', 'map']
+    assert [e.task for e in build_evaluators({}, data, '.', ['map'])] == ['map']
+
+
+def test_table_and_file(tmp_path):
+    metrics = {'object/nds': 0.25, 'object/map': 0.125, 'map/drivable_area/iou@max': 0.5, 'map/mean/iou@max': 0.5,
+               'map_ref/drivable_area/iou@max': float('nan'), 'map_ref/mean/iou@max': 0.75}
+    lines = table(metrics).splitlines()
+    assert lines[1].split() == ['NDS', '0.2500'] and lines[2].split() == ['mAP', '0.1250']
+    assert [line.split() for line in lines[-2:]] == [['drivable_area', '0.5000', '-'], ['mean', '0.5000', '0.7500']]
+    write_metrics(metrics, str(tmp_path / 'deep' / 'metrics.json'))
+    import json
+    assert json.loads((tmp_path / 'deep' / 'metrics.json').read_text())['object/nds'] == 0.25

@@ -11,12 +11,13 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 from . import overrides as override_rules
 from . import schema
 from .errors import COMMAND_LINE, ConfigError, Path, Source, display, dotted, hint
-from .expressions import Resolver, names_in
+from .expressions import FROM, Resolver, names_in
 from .yaml_source import dump_yaml, load_yaml
 
 DEFAULT = 'default'
 ROOT_FOLDER = 'configs'
 HELPERS = '_helpers'  # in a file: names of root keys that are no settings of the framework
+TEMPLATES = 'templates'  # root key: parts that expressions refer to; no part of the resolved configuration
 
 
 class ConfigNode(dict):
@@ -139,7 +140,9 @@ def load_config(path: str, overrides: Optional[Iterable[str]] = None, allow_new:
     parent folder called ``configs``; a file outside any such folder inherits from its own folder and from the parents
     above it as long as each of them holds a ``default.yaml``. The working directory plays no part, so a relative and an
     absolute name give the same result. A mapping is merged into a mapping key by key; anything else (list, null,
-    scalar) replaces. ``overrides`` come next, and ``${...}`` expressions are evaluated last.
+    scalar) replaces. A mapping is also merged into the mapping that an inherited ``${...}`` gives, unless it names the one it
+    begins with itself (``_from: "${...}"``). ``overrides`` come next, and expressions are evaluated last. What stands under
+    ``templates`` is only there to be referred to and left out of the result.
 
     Args:
         path: the YAML file.
@@ -160,7 +163,7 @@ def load_config(path: str, overrides: Optional[Iterable[str]] = None, allow_new:
         _merge(tree, data, sources, lines, ())
     _refuse_unknown_roots(tree, sources)
     _apply_overrides(tree, sources, list(overrides or ()), allow_new)
-    return Config(_resolver(tree, sources).resolve(), (), leaf, files, sources)
+    return Config(_resolver(tree, sources).resolve(without=(TEMPLATES,)), (), leaf, files, sources)
 
 
 def inheritance(leaf: str) -> List[str]:
@@ -238,7 +241,11 @@ def _merge(base: Dict[str, Any], new: Mapping[str, Any], sources: Dict[Path, Sou
            path: Path) -> None:
     for key, value in new.items():
         here = (*path, key)
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
+        merges = isinstance(value, dict) and FROM not in value
+        if merges and isinstance(base.get(key), str) and '${' in base[key]:
+            sources[(*here, FROM)] = _find_source(sources, here)
+            base[key] = {FROM: base[key]}
+        if merges and isinstance(base.get(key), dict):
             sources[here] = lines[here]
             _merge(base[key], value, sources, lines, here)
             continue
@@ -261,9 +268,9 @@ def _apply_overrides(tree: Dict[str, Any], sources: Dict[Path, Source], words: L
         if old in names:
             warnings.warn(f'{COMMAND_LINE}: --{old} is called --{new} here; taken as such', stacklevel=3)
 
-    def opened(path: Path, text: str) -> Any:
+    def opened(path: Path, raw: Any) -> Any:
         # The copy is private to this place: the key that the expression refers to keeps its own value.
-        return _resolver(tree, sources).read(path, text)
+        return _resolver(tree, sources).read(path, raw)
 
     # Inside an expression's result only after everything that the expression may refer to has been set.
     for override in sorted(chosen, key=lambda item: _crosses_expression(tree, item.path)):
@@ -274,7 +281,7 @@ def _apply_overrides(tree: Dict[str, Any], sources: Dict[Path, Source], words: L
 def _crosses_expression(tree: Any, path: Path) -> bool:
     for depth in range(1, len(path)):
         value = _walk(tree, path[:depth])
-        if isinstance(value, str) and '${' in value:
+        if override_rules.stands_for_another(value):
             return True
     return False
 

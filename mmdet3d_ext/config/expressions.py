@@ -7,13 +7,16 @@ Sizes are bounded, so a hostile file can neither run code nor take all memory or
 
 Names are looked up lazily: ``${model.heads.map.classes}`` touches only that path, so an expression inside ``model`` may
 refer to another part of ``model``.
+
+A mapping may begin with another one: ``{_from: "${templates.swin}", depths: [2, 2, 6, 2]}`` is the mapping that the expression
+gives with the other keys merged into it, as one file is merged into another.
 """
 from __future__ import annotations
 
 import ast
 import operator
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Sequence, Tuple
 
 from .errors import ConfigError, Key, Path, dotted, hint
 
@@ -21,6 +24,7 @@ MAX_TEXT = 2_000         # characters of one expression
 MAX_ITEMS = 100_000      # characters of a string or items of a list that an expression may make
 MAX_BITS = 1_024         # size of an integer
 MAX_VALUES = 1_000_000   # values made while one configuration is resolved (copies included)
+FROM = '_from'           # key of a mapping: the mapping that it begins with
 MAX_ROUNDS = 20          # times that a result is evaluated again
 
 
@@ -140,14 +144,16 @@ class Resolver:
         self.known: Dict[Path, Any] = {}
         self.values = 0
 
-    def resolve(self) -> Dict[str, Any]:
+    def resolve(self, without: Sequence[str] = ()) -> Dict[str, Any]:
         """The whole configuration without expressions; no two places share a list or dict.
+
+        Root keys in ``without`` are left out, and evaluated only as far as others refer to them.
 
         Raises:
             ConfigError: naming file, key and expression, for a refused or failing expression or a cycle.
         """
         try:
-            return self.read((), self.tree)
+            return self.read((), {key: value for key, value in self.tree.items() if key not in without})
         except ExpressionError as error:
             raise ConfigError(str(error)) from error
         except RecursionError:
@@ -157,12 +163,46 @@ class Resolver:
         """The resolved value of ``raw``, which stands at ``path``."""
         self._count()
         if isinstance(raw, Mapping):
+            if FROM in raw:
+                return self._extended_at(path, raw)
             return {key: self.read((*path, key), value) for key, value in raw.items()}
         if isinstance(raw, (list, tuple)):
             return [self.read((*path, index), value) for index, value in enumerate(raw)]
         if isinstance(raw, str) and '${' in raw:
             return self._expression_at(path, raw)
         return raw
+
+    def _extended_at(self, path: Path, raw: Mapping[Any, Any]) -> Any:
+        """A mapping that begins with another one; other keys replace what turns out to be no mapping."""
+        first, place = (*path, FROM), (*path, FROM, FROM)
+        if place not in self.known:
+            if not (isinstance(raw[FROM], Mapping) or isinstance(raw[FROM], str) and '${' in raw[FROM]):
+                raise ConfigError(f'{self.where(first)}: key {dotted(first)!r}: expected "${{...}}" that gives a mapping, '
+                                  f'got {raw[FROM]!r}')
+            self._enter(path)
+            try:
+                self.known[place] = self._extend(path, self.read(first, raw[FROM]), raw)
+            finally:
+                self.stack.pop()
+        return self._copy(self.known[place])
+
+    def _extend(self, path: Path, base: Any, raw: Mapping[Any, Any]) -> Dict[Any, Any]:
+        merged = dict(base) if isinstance(base, Mapping) else {}
+        for key, value in raw.items():
+            if key == FROM:
+                continue
+            if isinstance(value, Mapping) and FROM not in value and isinstance(merged.get(key), Mapping):
+                merged[key] = self._extend((*path, key), merged[key], value)
+            else:
+                merged[key] = self.read((*path, key), value)
+        return merged
+
+    def _enter(self, path: Path) -> None:
+        if path in self.stack:
+            chain = [*self.stack[self.stack.index(path):], path]
+            raise ConfigError(f'{self.where(path)}: expressions refer to each other in a circle: '
+                              + ' -> '.join(dotted(p) for p in chain))
+        self.stack.append(path)
 
     def _count(self) -> None:
         self.values += 1
@@ -180,11 +220,7 @@ class Resolver:
     def _expression_at(self, path: Path, text: str) -> Any:
         if path in self.known:
             return self._copy(self.known[path])
-        if path in self.stack:
-            chain = [*self.stack[self.stack.index(path):], path]
-            raise ConfigError(f'{self.where(path)}: expressions refer to each other in a circle: '
-                              + ' -> '.join(dotted(p) for p in chain))
-        self.stack.append(path)
+        self._enter(path)
         try:
             value = self._again(text, 0)
         except ConfigError:
@@ -298,7 +334,7 @@ class Resolver:
 
     def _open(self, base: Any) -> Any:
         """A reference that stands on an expression is read, so that its result can be indexed."""
-        if isinstance(base, _Ref) and not isinstance(base.raw, (Mapping, list, tuple)):
+        if isinstance(base, _Ref) and (not isinstance(base.raw, (Mapping, list, tuple)) or FROM in base.raw):
             return self.read(base.path, base.raw)
         return base
 

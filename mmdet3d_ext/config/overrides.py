@@ -14,6 +14,7 @@ import yaml
 
 from . import schema
 from .errors import COMMAND_LINE, ConfigError, Key, Path, dotted, hint
+from .expressions import FROM
 from .yaml_source import ArgumentLoader
 
 ALLOW_NEW = '--allow-new'
@@ -129,14 +130,15 @@ def read_value(override: Override, current: Any) -> Any:
 
 
 def apply(tree: Dict[str, Any], override: Override, allow_new: bool,
-          open_expression: Callable[[Path, str], Any]) -> Path:
+          open_expression: Callable[[Path, Any], Any]) -> Path:
     """Set one override in ``tree``.
 
     Args:
         tree: the raw configuration, changed in place.
         override: what to set.
         allow_new: whether unknown keys may be made.
-        open_expression: gives the value of an expression at a path, for an override of something inside it.
+        open_expression: gives the value of an expression (or of a mapping that begins with one) at a path, for an
+            override of something inside it.
 
     Returns:
         The path that was set.
@@ -152,7 +154,7 @@ def apply(tree: Dict[str, Any], override: Override, allow_new: bool,
         key = _index(node, key, override)
         parent, node = node, _child(node, here, key, override, allow_new)
         here = (*here, key)
-        if isinstance(node, str) and '${' in node:
+        if stands_for_another(node):
             node = open_expression(here, node)
         if node is None and (allow_new or _declared(here)):
             node = {}
@@ -165,6 +167,11 @@ def apply(tree: Dict[str, Any], override: Override, allow_new: bool,
     current = node[last] if isinstance(node, list) else node.get(last)
     node[last] = read_value(override, current)
     return (*here, last)
+
+
+def stands_for_another(node: Any) -> bool:
+    """Whether ``node`` is an expression, or a mapping that begins with one."""
+    return isinstance(node, str) and '${' in node or isinstance(node, dict) and FROM in node
 
 
 def _declared(path: Path) -> bool:

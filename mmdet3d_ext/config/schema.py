@@ -18,7 +18,7 @@ KNOWN: Dict[str, Optional[FrozenSet[str]]] = {}
 ALIASES = {'total_epochs': 'max_epochs'}
 
 _PLAIN = '''
-seed deterministic cudnn_benchmark max_epochs max_iters load_from resume_from auto_resume run_dir work_dir compat
+templates seed deterministic cudnn_benchmark max_epochs max_iters load_from resume_from auto_resume run_dir work_dir compat
 dataset_type dataset_root gt_paste_stop_epoch reduce_beams load_dim use_dim load_augmented point_cloud_range
 voxel_size image_size augment2d augment3d object_classes map_classes input_modality radar_sweeps radar_use_dims
 radar_max_points train_pipeline test_pipeline val_pipeline evaluation_pipeline model optimizer lr_config

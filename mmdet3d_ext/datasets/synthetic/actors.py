@@ -123,7 +123,8 @@ class Placer:
         along = (side < 0) == self.city.network.right_hand
         yaw = float(road.centre.heading(s)) + (0.0 if along else np.pi)
         self.rest('bus', road.centre.offset(s, lateral), yaw, 'waiting')
-        for offset, kind in ((-9.0, 'motorcycle'), (-10.3, 'bicycle'), (-11.4, 'bicycle'), (9.0, 'motorcycle'), (10.2, 'bicycle')):
+        for offset, kind in ((-9.0, 'motorcycle'), (-10.3, 'bicycle'), (-11.4, 'bicycle'), (9.0, 'motorcycle'),
+                             (10.2, 'bicycle')):
             xy = road.centre.offset(s + offset, side * (road.half_width + 1.4))
             self.rest(kind, xy, yaw + np.pi / 2 + rng.uniform(-0.15, 0.15), 'parked')
         for offset in (-4.0, 0.0, 3.0):

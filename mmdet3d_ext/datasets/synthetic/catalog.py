@@ -80,7 +80,7 @@ class _Builder:
 def _car(b: _Builder, rng) -> None:
     paint = PAINTS[rng.integers(len(PAINTS))]
     b.shadow()
-    b.box((-1, 1), (-1, 1), (0.16, 0.56), paint, 34)
+    b.box((-0.985, 0.985), (-1, 1), (0.16, 0.56), paint, 34)
     b.box((-0.88, -0.5), (-0.97, 0.97), (0.0, 0.3), TYRE, 4)
     b.box((0.46, 0.84), (-0.97, 0.97), (0.0, 0.3), TYRE, 4)
     b.box((-0.82, 0.36), (-0.86, 0.86), (0.56, 0.9), GLASS, 12)
@@ -91,14 +91,15 @@ def _car(b: _Builder, rng) -> None:
 def _lamps(b: _Builder, low: float, high: float, inner: float, outer: float) -> None:
     for side in (-1, 1):
         span = sorted((side * inner, side * outer))
-        b.box((0.985, 1), span, (low, high), (250, 246, 220), 90)
-        b.box((-1, -0.985), span, (low, high), (200, 16, 16), 120)
+        # Before the body's faces: two surfaces in one plane would speckle.
+        b.box((0.96, 1), span, (low, high), (250, 246, 220), 90)
+        b.box((-1, -0.96), span, (low, high), (200, 16, 16), 120)
 
 
 def _truck(b: _Builder, rng) -> None:
     b.shadow()
     cab, cargo = PAINTS[rng.integers(len(PAINTS))], ((206, 206, 200), (120, 130, 140), (170, 130, 70))[rng.integers(3)]
-    b.box((0.5, 1), (-0.96, 0.96), (0.16, 0.78), cab, 34)
+    b.box((0.5, 0.985), (-0.96, 0.96), (0.16, 0.78), cab, 34)
     b.box((0.9, 1), (-0.84, 0.84), (0.48, 0.72), GLASS, 12)
     b.box((-1, 0.46), (-1, 1), (0.3, 1.0), cargo, 42)
     b.box((-0.98, 0.9), (-0.7, 0.7), (0.16, 0.3), (50, 50, 54), 12)
@@ -110,8 +111,8 @@ def _truck(b: _Builder, rng) -> None:
 def _bus(b: _Builder, rng) -> None:
     b.shadow()
     paint = ((198, 40, 44), (40, 120, 90), (230, 226, 214), (40, 70, 150))[rng.integers(4)]
-    b.box((-1, 1), (-0.98, 0.98), (0.1, 0.48), paint, 36)
-    b.box((-0.99, 1), (-1, 1), (0.48, 0.8), GLASS, 14)
+    b.box((-0.99, 0.99), (-0.98, 0.98), (0.1, 0.48), paint, 36)
+    b.box((-0.985, 1), (-1, 1), (0.48, 0.8), GLASS, 14)
     b.box((-1, 1), (-0.98, 0.98), (0.8, 1.0), paint, 36)
     for x in ((-0.72, -0.5), (0.5, 0.72)):
         b.box(x, (-1, 1), (0.0, 0.26), TYRE, 4)
@@ -160,9 +161,11 @@ def _cycle(b: _Builder, rng, rider: bool, motor: bool) -> None:
 def _person(b: _Builder, rng, vest: bool) -> None:
     torso = (240, 130, 20) if vest else CLOTHES[rng.integers(len(CLOTHES))]
     legs = ((40, 44, 60), (70, 66, 60), (30, 30, 34))[rng.integers(3)]
-    b.box((-0.4, 0.5), (-0.56, -0.08), (0.0, 0.5), legs, 14)
-    b.box((-0.5, 0.4), (0.08, 0.56), (0.0, 0.5), legs, 14)
-    b.box((-0.42, 0.42), (-0.66, 0.66), (0.46, 0.84), torso, 120 if vest else 26)
+    # In mid-stride.
+    b.box((0.0, 1), (-0.56, -0.08), (0.0, 0.3), legs, 14)
+    b.box((-1, 0.0), (0.08, 0.56), (0.0, 0.3), legs, 14)
+    b.box((-0.42, 0.42), (-0.56, 0.56), (0.28, 0.5), legs, 14)
+    b.box((-0.5, 0.5), (-0.66, 0.66), (0.46, 0.84), torso, 120 if vest else 26)
     b.box((-0.2, 0.2), (-1, -0.68), (0.44, 0.8), torso, 26)
     b.box((-0.2, 0.2), (0.68, 1), (0.44, 0.8), torso, 26)
     b.box((-0.32, 0.36), (-0.32, 0.32), (0.85, 1.0), (240, 220, 40) if vest else SKIN, 28)

@@ -9,7 +9,7 @@ from typing import Dict, List, Tuple
 from . import schema
 
 # Raised whenever the same options give other bytes, so that a half-written older folder is not continued.
-FORMAT = 2
+FORMAT = 3
 
 
 SPLITS = {'v1.0-mini': ('mini_train', 'mini_val'), 'v1.0-trainval': ('train', 'val')}

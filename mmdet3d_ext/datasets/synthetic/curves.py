@@ -105,13 +105,14 @@ def _dubins(start: Pose, end: Pose, radius: float) -> Optional[Tuple[str, List[f
 
 
 def arcline_path(line: Polyline, piece: float = 6.0) -> List[dict]:
-    """The records of ``arcline_path_3`` that follow a polyline: one Dubins path for each ``piece`` metres of it.
+    """The records of ``arcline_path_3`` that follow a polyline: Dubins paths of at most ``piece`` metres each.
 
     A straight line gives one piece. Each record holds start_pose, end_pose (x, y, yaw), shape, radius (m) and
     segment_length (three lengths in metres).
     """
     spread = np.ptp(line.heading(line.s))
-    count = 1 if spread < 1e-3 else max(1, int(np.ceil(line.length / piece)))
+    # Short pieces where the line turns much: at most a quarter of a radian (14 degrees) in each.
+    count = 1 if spread < 1e-3 else int(np.ceil(max(line.length / piece, spread / 0.25)))
     stations = np.linspace(0.0, line.length, count + 1)
     headings = line.heading(stations)
     poses = [(float(x), float(y), float(h)) for (x, y), h in zip(line.position(stations), headings)]

@@ -119,12 +119,12 @@ def _read_marker(root: Path) -> Optional[dict]:
         raise FileExistsError(f'{path} is not readable ({error}); remove the folder or choose another one') from error
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _city(location: str, seed: int, blocks: int) -> maps.CityMap:
     return maps.build_city(location, seed, blocks)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=2)
 def _material(location: str, seed: int, blocks: int):
     return ground.paint(_city(location, seed, blocks))
 

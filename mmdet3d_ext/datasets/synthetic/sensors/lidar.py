@@ -55,6 +55,8 @@ def scan(ground: Ground, boxes: Boxes, pose: Tuple[np.ndarray, np.ndarray], step
         columns = _columns(np.arctan2(offset[index, 1], offset[index, 0]) - heading, reach[index], radius[index], steps)
         members = np.arange(boxes.starts[index], boxes.starts[index + 1])
         members = members[solid[members]]
+        if not len(members):
+            continue
         hit, axis = intersect(origin, rays[columns], boxes.centre[members], boxes.half[members], boxes.yaw[members])
         winner = hit.argmin(axis=0)
         nearest = np.take_along_axis(hit, winner[None], 0)[0]
@@ -73,7 +75,9 @@ def scan(ground: Ground, boxes: Boxes, pose: Tuple[np.ndarray, np.ndarray], step
     rings = np.broadcast_to(np.arange(BEAMS), distance.shape)
     points = np.concatenate([(local * np.where(kept, noisy, 0.0)[..., None])[kept], np.round(intensity[kept])[:, None],
                              rings[kept][:, None]], axis=1)
-    return points.astype(np.float32), np.where(part >= 0, boxes.owner[part], -1)[kept]
+    owner = np.full(distance.shape, -1, np.int64)
+    owner[part >= 0] = boxes.owner[part[part >= 0]]
+    return points.astype(np.float32), owner[kept]
 
 
 def _columns(azimuth: float, reach: float, radius: float, steps: int) -> np.ndarray:
@@ -93,7 +97,9 @@ def _reflect(ground: Ground, boxes: Boxes, origin, rays, distance, part, face) -
     finite = np.where(np.isfinite(distance), distance, 0.0)
     xy = origin[:2] + rays[..., :2] * finite[..., None]
     on_ground = INTENSITY[ground.material_at(xy)] * (0.55 + 0.45 * np.sqrt(np.clip(-rays[..., 2], 0.0, 1.0)))
-    yaw = boxes.yaw[part] + np.where(face == 1, np.pi / 2, 0.0)
-    incidence = np.where(face == 2, np.abs(rays[..., 2]), np.abs(np.cos(yaw) * rays[..., 0] + np.sin(yaw) * rays[..., 1]))
-    on_box = boxes.intensity[part] * (0.4 + 0.6 * incidence)
-    return np.where(part >= 0, on_box, on_ground)
+    hit = part >= 0
+    chosen, side, ray = part[hit], face[hit], rays[hit]
+    yaw = boxes.yaw[chosen] + np.where(side == 1, np.pi / 2, 0.0)
+    incidence = np.where(side == 2, np.abs(ray[:, 2]), np.abs(np.cos(yaw) * ray[:, 0] + np.sin(yaw) * ray[:, 1]))
+    on_ground[hit] = boxes.intensity[chosen] * (0.4 + 0.6 * incidence)
+    return on_ground

@@ -26,18 +26,17 @@ def intersect(origin: np.ndarray, directions: np.ndarray, centre: np.ndarray, ha
     c, s = (v.reshape(shape).astype(directions.dtype) for v in (c, s))
     dx, dy, dz = directions[..., 0], directions[..., 1], directions[..., 2]
     near = far = axis = None
-    with np.errstate(divide='ignore', invalid='ignore'):
-        for k, direction in enumerate((c * dx + s * dy, c * dy - s * dx, dz[None])):
-            # 0 * inf is nan for a ray that runs in a face's plane; such a ray counts as a miss (comparisons are False).
-            inverse = 1.0 / direction
-            middle = -local_o[:, k].reshape(shape).astype(directions.dtype) * inverse
-            reach = half[:, k].reshape(shape).astype(directions.dtype) * np.abs(inverse)
-            low, high = middle - reach, middle + reach
-            if near is None:
-                near, far = low, high
-                axis = np.zeros(low.shape, np.int8)
-            else:
-                later = low > near
-                axis = np.where(later, np.int8(k), axis)
-                near, far = np.where(later, low, near), np.minimum(far, high)
+    for k, direction in enumerate((c * dx + s * dy, c * dy - s * dx, dz[None])):
+        # A ray parallel to a pair of faces is between them all along or never: a tiny slope says so without 0 * inf.
+        inverse = 1.0 / np.where(direction == 0.0, directions.dtype.type(1e-20), direction)
+        middle = -local_o[:, k].reshape(shape).astype(directions.dtype) * inverse
+        reach = half[:, k].reshape(shape).astype(directions.dtype) * np.abs(inverse)
+        low, high = middle - reach, middle + reach
+        if near is None:
+            near, far = low, high
+            axis = np.zeros(low.shape, np.int8)
+        else:
+            later = low > near
+            axis = np.where(later, np.int8(k), axis)
+            near, far = np.where(later, low, near), np.minimum(far, high)
     return np.where((near < far) & (near > 0), near, np.inf), np.broadcast_to(axis, near.shape)

@@ -86,7 +86,8 @@ class LayeredRegistry:
             KeyError: if the type is unknown; the message names the nearest known one.
         """
         if not isinstance(cfg, Mapping) or 'type' not in cfg:
-            raise TypeError(f'a {self.name} needs a mapping with the key "type", got {cfg!r}')
+            got = f'a mapping with the keys {sorted(map(str, cfg))}' if isinstance(cfg, Mapping) else repr(cfg)
+            raise TypeError(f'a {self.name} needs a mapping with the key "type", got {got[:300]}')
         args = dict(cfg)
         kind = args.pop('type')
         cls = kind if inspect.isclass(kind) else self.get(kind)

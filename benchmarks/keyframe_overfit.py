@@ -54,7 +54,7 @@ def settings(key_frame: Path, config: str, overrides) -> dict:
 
 
 def check(boxes, scores, labels, truth, truth_labels, points, classes) -> list:
-    """Rows (class, LiDAR points, distance in metres to the nearest scored prediction of the class, its score, met, required)."""
+    """Rows (class, LiDAR points, metres to the nearest scored prediction of the class, its score, met, required)."""
     boxes_from_centre = torch.cat([truth.gravity_center, truth.tensor[:, 3:7]], 1).numpy()
     inside = [int(points_in_box(points[:, :3].numpy(), box).sum()) for box in boxes_from_centre]
     rows = []
@@ -119,7 +119,7 @@ def main(argv=None) -> int:
              f'`python benchmarks/keyframe_overfit.py --iterations {arguments.iterations} --lr {arguments.lr}`, {where}, '
              f'torch {torch.__version__}, float32, {datetime.date.today()}', '',
              f'loss {float(losses[0]):.3f} -> {float(losses[-1]):.3f} in {arguments.iterations} iterations ({seconds:.0f} s); '
-             f'{met} of {len(required)} cars, trucks and buses with at least {MIN_POINTS} points met (all in range are listed)', '',
+             f'{met} of {len(required)} cars, trucks and buses with at least {MIN_POINTS} points met', '',
              '| class | LiDAR points | distance, m | score | met | required |', '|---|---|---|---|---|---|']
     lines += [f'| {name} | {count} | {distance:.3f} | {score:.3f} | {"yes" if ok else "no"} | {"yes" if asked else "no"} |'
               for name, count, distance, score, ok, asked in rows]

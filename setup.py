@@ -8,6 +8,7 @@ Environment:
     TORCH_CUDA_ARCH_LIST       GPU architectures, e.g. "8.0;9.0"; default: those from 7.0 to 9.0 that this nvcc knows
     MAX_JOBS                   parallel compilations
 """
+
 import os
 import re
 import subprocess
@@ -20,8 +21,10 @@ try:
     import torch
     from torch.utils import cpp_extension
 except ImportError as error:
-    raise SystemExit(f'mmdet3d_ext is compiled against the installed torch, which could not be imported ({error}). Install '
-                     'torch first, then run: pip install --no-build-isolation --no-deps -e .') from error
+    raise SystemExit(
+        f'mmdet3d_ext is compiled against the installed torch, which could not be imported ({error}). Install '
+        'torch first, then run: pip install --no-build-isolation --no-deps -e .'
+    ) from error
 
 ROOT = Path(__file__).resolve().parent
 # Volta to Hopper; 9.0 also carries PTX, so newer GPUs can compile it at start.
@@ -51,8 +54,10 @@ def no_cuda_reason() -> str:
     except (OSError, subprocess.CalledProcessError) as error:
         return f'{nvcc()} does not run ({error})'
     if version and version.group(1) != torch.version.cuda.split('.')[0]:
-        return (f'{nvcc()} is CUDA {version.group(1)}, this torch was built with CUDA {torch.version.cuda} (the major versions '
-                'must agree; point CUDA_HOME at a matching toolkit)')
+        return (
+            f'{nvcc()} is CUDA {version.group(1)}, this torch was built with CUDA {torch.version.cuda} (the major versions '
+            'must agree; point CUDA_HOME at a matching toolkit)'
+        )
     return ''
 
 
@@ -99,8 +104,14 @@ def extension():
         flags['nvcc'] = ['-O3', '-std=c++17', '-DMMDET3D_EXT_CUDA', '-lineinfo', '--expt-relaxed-constexpr']
     make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
     headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob('csrc/**/*.h')) + [str(header)]
-    return make('mmdet3d_ext._C', sources, include_dirs=[str(ROOT / 'csrc'), str(generated)], extra_compile_args=flags,
-                extra_link_args=['-fopenmp'], depends=headers)
+    return make(
+        'mmdet3d_ext._C',
+        sources,
+        include_dirs=[str(ROOT / 'csrc'), str(generated)],
+        extra_compile_args=flags,
+        extra_link_args=['-fopenmp'],
+        depends=headers,
+    )
 
 
 setup(ext_modules=[extension()], cmdclass={'build_ext': cpp_extension.BuildExtension})

@@ -7,6 +7,7 @@ least 0.3 within 0.5 m (in the ground plane). The key frame is an mmdet3d >= 1.1
 
     python benchmarks/keyframe_overfit.py --key-frame path/to/nuscenes_keyframe --out out/
 """
+
 from __future__ import annotations
 
 import argparse
@@ -48,8 +49,13 @@ def settings(key_frame: Path, config: str, overrides) -> dict:
             step['pad_empty_sweeps'] = False
     names = {'type': 'ObjectNameFilter', 'classes': plain['object_classes']}
     inside = {'type': 'ObjectRangeFilter', 'point_cloud_range': plain['point_cloud_range']}
-    dataset = dict(plain['train_dataset'], ann_file=str(info), map_classes=None, use_valid_flag=False,
-                   pipeline=[*steps[:-1], inside, names, steps[-1], collect])
+    dataset = dict(
+        plain['train_dataset'],
+        ann_file=str(info),
+        map_classes=None,
+        use_valid_flag=False,
+        pipeline=[*steps[:-1], inside, names, steps[-1], collect],
+    )
     return dict(plain, train_dataset=dataset)
 
 
@@ -115,14 +121,22 @@ def main(argv=None) -> int:
     required = [row for row in rows if row[-1]]
     met = sum(row[-2] for row in required)
     where = torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU'
-    lines = ['# Overfitting one real key frame', '',
-             f'`python benchmarks/keyframe_overfit.py --iterations {arguments.iterations} --lr {arguments.lr}`, {where}, '
-             f'torch {torch.__version__}, float32, {datetime.date.today()}', '',
-             f'loss {float(losses[0]):.3f} -> {float(losses[-1]):.3f} in {arguments.iterations} iterations ({seconds:.0f} s); '
-             f'{met} of {len(required)} cars, trucks and buses with at least {MIN_POINTS} points met', '',
-             '| class | LiDAR points | distance, m | score | met | required |', '|---|---|---|---|---|---|']
-    lines += [f'| {name} | {count} | {distance:.3f} | {score:.3f} | {"yes" if ok else "no"} | {"yes" if asked else "no"} |'
-              for name, count, distance, score, ok, asked in rows]
+    lines = [
+        '# Overfitting one real key frame',
+        '',
+        f'`python benchmarks/keyframe_overfit.py --iterations {arguments.iterations} --lr {arguments.lr}`, {where}, '
+        f'torch {torch.__version__}, float32, {datetime.date.today()}',
+        '',
+        f'loss {float(losses[0]):.3f} -> {float(losses[-1]):.3f} in {arguments.iterations} iterations ({seconds:.0f} s); '
+        f'{met} of {len(required)} cars, trucks and buses with at least {MIN_POINTS} points met',
+        '',
+        '| class | LiDAR points | distance, m | score | met | required |',
+        '|---|---|---|---|---|---|',
+    ]
+    lines += [
+        f'| {name} | {count} | {distance:.3f} | {score:.3f} | {"yes" if ok else "no"} | {"yes" if asked else "no"} |'
+        for name, count, distance, score, ok, asked in rows
+    ]
     (arguments.out / 'keyframe_overfit.md').write_text('\n'.join(lines) + '\n')
     print('\n'.join(lines))
     scene = make_scene(cfg, loader.dataset, 0, model, device, MIN_SCORE)

@@ -1,4 +1,5 @@
 """Argument checks shared by the operators: messages name the operator, the argument, the rule and the value."""
+
 from __future__ import annotations
 
 import math
@@ -35,7 +36,13 @@ GridArguments = Tuple[List[float], List[float], List[int]]
 def grid_from_range(op: str, voxel_size: Sequence[float], point_cloud_range: Sequence[float]) -> GridArguments:
     """``(lower, step, cells)`` along x, y, z from a voxel size and ``[x_lo, y_lo, z_lo, x_hi, y_hi, z_hi]`` (metres)."""
     sizes, limits = [float(v) for v in voxel_size], [float(v) for v in point_cloud_range]
-    check(len(sizes) == 3 and all(math.isfinite(v) and v > 0 for v in sizes), op, 'voxel_size', 'three positive lengths (x, y, z)', sizes)
+    check(
+        len(sizes) == 3 and all(math.isfinite(v) and v > 0 for v in sizes),
+        op,
+        'voxel_size',
+        'three positive lengths (x, y, z)',
+        sizes,
+    )
     check(len(limits) == 6, op, 'point_cloud_range', 'six bounds (x, y, z lower, then upper)', limits)
     axes = [Axis.parse((limits[k], limits[3 + k], sizes[k]), f'{op}: axis {"xyz"[k]}') for k in range(3)]
     return [axis.lo for axis in axes], sizes, [axis.cells for axis in axes]

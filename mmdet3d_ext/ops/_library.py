@@ -3,6 +3,7 @@
 ``mmdet3d_ext.ops`` can always be imported; the first *use* of an operator raises :class:`OpsUnavailableError` if the library
 is missing or was built for another torch.
 """
+
 from __future__ import annotations
 
 import mmap
@@ -52,7 +53,9 @@ def check_build(path: Path, torch_version: str, torch_cuda: Optional[str]) -> Di
     if _minor(info['torch']) != _minor(torch_version):
         raise OpsUnavailableError(f'{path} was built for torch {info["torch"]}, this is torch {torch_version}. {REBUILD}')
     if info['cuda'] and info['cuda'].split('.')[0] != (torch_cuda or 'none').split('.')[0]:
-        raise OpsUnavailableError(f'{path} was built for CUDA {info["cuda"]}, this torch has CUDA {torch_cuda or "none"}. {REBUILD}')
+        raise OpsUnavailableError(
+            f'{path} was built for CUDA {info["cuda"]}, this torch has CUDA {torch_cuda or "none"}. {REBUILD}'
+        )
     return info
 
 
@@ -87,8 +90,10 @@ def require(tensor: Optional[torch.Tensor] = None) -> None:
     if _failure is not None:
         raise _failure
     if tensor is not None and tensor.is_cuda and not _has_cuda():
-        raise OpsUnavailableError(f'{library_path()} holds CPU kernels only, and a tensor on {tensor.device} was given. Build it where '
-                                  f'the CUDA toolkit is (FORCE_CUDA=1 makes its absence an error). {REBUILD}')
+        raise OpsUnavailableError(
+            f'{library_path()} holds CPU kernels only, and a tensor on {tensor.device} was given. Build it where '
+            f'the CUDA toolkit is (FORCE_CUDA=1 makes its absence an error). {REBUILD}'
+        )
 
 
 _cuda_kernels: Optional[bool] = None
@@ -103,10 +108,12 @@ def _has_cuda() -> bool:
 
 def fake(name: str) -> Callable:
     """Decorator: the fake (shape-only) kernel of ``mmdet3d_ext::<name>``."""
+
     def register(function):
         if available():
             torch.library.register_fake(f'mmdet3d_ext::{name}')(function)
         return function
+
     return register
 
 

@@ -1,11 +1,12 @@
 """Lift-splat pooling: features of pixels, spread along their rays by a depth distribution, summed into BEV cells.
 
-For every cell, ``sum over its points p of depth[p] * context[pixel of p]``. The product (B, N, D, H, W, C) is never formed: points
-are ordered by cell once (a *plan*), then each cell adds up its own. No atomics: results repeat bit by bit.
+For every cell, ``sum over its points p of depth[p] * context[pixel of p]``. The product (B, N, D, H, W, C) is never
+formed: points are ordered by cell once (a *plan*), then each cell adds up its own. No atomics: results repeat bit by bit.
 
-Letters: B batch, N cameras, D depth bins, C channels, H, W image features, P points, X, Y, Z cells. BEV is (B, C, X, Y), x before y;
-height bins are laid out in channels, bin 0's C channels first.
+Letters: B batch, N cameras, D depth bins, C channels, H, W image features, P points, X, Y, Z cells. BEV is (B, C, X, Y), x
+before y; height bins are laid out in channels, bin 0's C channels first.
 """
+
 from __future__ import annotations
 
 import weakref
@@ -133,8 +134,8 @@ def prepare_lift_splat(geometry: torch.Tensor, bounds: Sequence[AxisSpec], compa
 class GeometryCache:
     """Keeps the plan of the geometry seen last: reused while the very same, unmodified tensor (and grid) is given.
 
-    Contents are not compared: that would read every point and make the device wait. Whoever recomputes an equal geometry passes a
-    ``key`` that says so, e.g. the tokens of a fixed rig.
+    Contents are not compared: that would read every point and make the device wait. Whoever recomputes an equal geometry
+    passes a ``key`` that says so, e.g. the tokens of a fixed rig.
     """
 
     def __init__(self):
@@ -143,7 +144,9 @@ class GeometryCache:
     def clear(self) -> None:
         self._geometry, self._state, self._plan = None, None, None
 
-    def plan(self, geometry: torch.Tensor, bounds: Sequence[AxisSpec], compat: Optional[str] = None, key: object = None) -> SplatPlan:
+    def plan(
+        self, geometry: torch.Tensor, bounds: Sequence[AxisSpec], compat: Optional[str] = None, key: object = None
+    ) -> SplatPlan:
         """The plan for ``geometry``, computed only if it is not the one kept."""
         grid = (str(bounds), compat, tuple(geometry.shape), geometry.device)
         state = (grid, key) if key is not None else (grid, geometry.data_ptr(), geometry._version)
@@ -154,19 +157,21 @@ class GeometryCache:
         return self._plan
 
 
-def lift_splat(depth: torch.Tensor,
-               context: torch.Tensor,
-               geometry: Union[torch.Tensor, SplatPlan],
-               bounds: Optional[Sequence[AxisSpec]] = None,
-               cache: Optional[GeometryCache] = None,
-               compat: Optional[str] = None) -> torch.Tensor:
+def lift_splat(
+    depth: torch.Tensor,
+    context: torch.Tensor,
+    geometry: Union[torch.Tensor, SplatPlan],
+    bounds: Optional[Sequence[AxisSpec]] = None,
+    cache: Optional[GeometryCache] = None,
+    compat: Optional[str] = None,
+) -> torch.Tensor:
     """Pool ``depth`` x ``context`` into BEV cells.
 
     Args:
-        depth: (B, N, D, H, W) floating, the weight of each depth bin. Under autocast it may be float32 beside a half-precision context.
+        depth: (B, N, D, H, W) floating, the weight of each depth bin; may be float32 beside a half-precision context.
         context: (B, N, C, H, W) floating.
-        geometry: (B, N, D, H, W, 3) float32 lidar-frame metres, or a plan from :func:`prepare_lift_splat` (then ``bounds``, ``cache``
-            and ``compat`` are not used).
+        geometry: (B, N, D, H, W, 3) float32 lidar-frame metres, or a plan from :func:`prepare_lift_splat` (then ``bounds``,
+            ``cache`` and ``compat`` are not used).
         bounds: three axes (x, y, z), see :func:`prepare_lift_splat`.
         cache: reuses the plan while the geometry is the same tensor.
         compat: see :func:`prepare_lift_splat`.
@@ -181,16 +186,32 @@ def lift_splat(depth: torch.Tensor,
     check_tensor(depth, op, 'depth', '(B, N, D, H, W)', 5)
     check_tensor(context, op, 'context', '(B, N, C, H, W)', 5)
     batch, cameras, _, height, width = depth.shape
-    check(context.shape[:2] == depth.shape[:2] and context.shape[3:] == depth.shape[3:], op, 'context',
-          f'(B, N, C, H, W) = ({batch}, {cameras}, C, {height}, {width}) as depth', f'shape {tuple(context.shape)}')
+    check(
+        context.shape[:2] == depth.shape[:2] and context.shape[3:] == depth.shape[3:],
+        op,
+        'context',
+        f'(B, N, C, H, W) = ({batch}, {cameras}, C, {height}, {width}) as depth',
+        f'shape {tuple(context.shape)}',
+    )
     check_same_device(op, depth=depth, context=context)
     if isinstance(geometry, SplatPlan):
         plan = geometry
-        check(plan.batch == batch and plan.cell.shape[0] == depth.numel(), op, 'geometry',
-              f'a plan for {depth.numel()} points in {batch} samples', f'one for {plan.cell.shape[0]} in {plan.batch}')
+        check(
+            plan.batch == batch and plan.cell.shape[0] == depth.numel(),
+            op,
+            'geometry',
+            f'a plan for {depth.numel()} points in {batch} samples',
+            f'one for {plan.cell.shape[0]} in {plan.batch}',
+        )
     else:
         check_tensor(geometry, op, 'geometry', '(B, N, D, H, W, 3)', 6)
-        check(geometry.shape[:5] == depth.shape, op, 'geometry', f'{tuple(depth.shape)} + (3,) as depth', f'shape {tuple(geometry.shape)}')
+        check(
+            geometry.shape[:5] == depth.shape,
+            op,
+            'geometry',
+            f'{tuple(depth.shape)} + (3,) as depth',
+            f'shape {tuple(geometry.shape)}',
+        )
         check(bounds is not None, op, 'bounds', 'three axes (x, y, z), each [lo, hi, step]', bounds)
         plan = cache.plan(geometry, bounds, compat) if cache is not None else prepare_lift_splat(geometry, bounds, compat)
     check_same_device(op, depth=depth, geometry=plan.cell)
@@ -199,7 +220,9 @@ def lift_splat(depth: torch.Tensor,
         depth = depth.to(context.dtype)
     if context.dtype == torch.float64:
         depth = depth.double()
-    return torch.ops.mmdet3d_ext.lift_splat(depth, context, plan.cell, plan.order, plan.sorted_key, plan.tile_starts, list(plan.cells))
+    return torch.ops.mmdet3d_ext.lift_splat(
+        depth, context, plan.cell, plan.order, plan.sorted_key, plan.tile_starts, list(plan.cells)
+    )
 
 
 def bev_pool(feats: torch.Tensor, coords: torch.Tensor, B: int, nz: int, nx: int, ny: int) -> torch.Tensor:
@@ -218,7 +241,13 @@ def bev_pool(feats: torch.Tensor, coords: torch.Tensor, B: int, nz: int, nx: int
     """
     check_tensor(feats, 'bev_pool', 'feats', '(P, C)', 2)
     check_tensor(coords, 'bev_pool', 'coords', '(P, 4)', 2)
-    check(coords.shape == (feats.shape[0], 4), 'bev_pool', 'coords', f'({feats.shape[0]}, 4) as feats', f'shape {tuple(coords.shape)}')
+    check(
+        coords.shape == (feats.shape[0], 4),
+        'bev_pool',
+        'coords',
+        f'({feats.shape[0]}, 4) as feats',
+        f'shape {tuple(coords.shape)}',
+    )
     check(coords.dtype in (torch.int32, torch.int64), 'bev_pool', 'coords', 'int64', coords.dtype)
     check_same_device('bev_pool', feats=feats, coords=coords)
     require(feats)

@@ -1,10 +1,11 @@
-"""Features of points that share a voxel to one feature: sum, mean or max (:func:`dynamic_point_to_voxel`, :class:`DynamicScatter`).
+"""Features of points that share a voxel to one: sum, mean or max (:func:`dynamic_point_to_voxel`, :class:`DynamicScatter`).
 
 Letters: P points, K coordinate columns, C channels, V voxels.
 
 Voxels come out sorted by their coordinate columns, first column first, on every device and in every run: by batch, z, y, x for
 mmdet3d's (batch, z, y, x) rows. Rows with a negative entry are dropped.
 """
+
 from __future__ import annotations
 
 from typing import NamedTuple, Sequence, Tuple
@@ -37,9 +38,13 @@ class PointGroups(NamedTuple):
 def _(coords):
     voxels = torch.library.get_ctx().new_dynamic_size()
     points = coords.shape[0]
-    return (coords.new_empty((voxels, coords.shape[1])), coords.new_empty((points,), dtype=torch.int32),
-            coords.new_empty((points,), dtype=torch.int32), coords.new_empty((voxels + 1,), dtype=torch.int32),
-            torch.empty((), dtype=torch.bool, device='cpu'))
+    return (
+        coords.new_empty((voxels, coords.shape[1])),
+        coords.new_empty((points,), dtype=torch.int32),
+        coords.new_empty((points,), dtype=torch.int32),
+        coords.new_empty((voxels + 1,), dtype=torch.int32),
+        torch.empty((), dtype=torch.bool, device='cpu'),
+    )
 
 
 @fake('group_reduce')
@@ -104,14 +109,22 @@ def reduce_points(feats: torch.Tensor, groups: PointGroups, reduce: str = 'mean'
     check_tensor(feats, op, 'feats', '(P, C)', 2)
     check(reduce in REDUCTIONS, op, 'reduce', f'one of {REDUCTIONS}', repr(reduce))
     check(feats.is_floating_point(), op, 'feats', 'floating', feats.dtype)
-    check(feats.shape[0] == groups.order.shape[0], op, 'feats', f'of as many points as coords ({groups.order.shape[0]})', feats.shape[0])
+    check(
+        feats.shape[0] == groups.order.shape[0],
+        op,
+        'feats',
+        f'of as many points as coords ({groups.order.shape[0]})',
+        feats.shape[0],
+    )
     check_same_device(op, coords=groups.order, feats=feats)
-    return torch.ops.mmdet3d_ext.group_reduce(feats, groups.point2voxel, groups.order, groups.starts, groups.has_long,
-                                              REDUCTIONS.index(reduce))[0]
+    return torch.ops.mmdet3d_ext.group_reduce(
+        feats, groups.point2voxel, groups.order, groups.starts, groups.has_long, REDUCTIONS.index(reduce)
+    )[0]
 
 
-def dynamic_point_to_voxel(feats: torch.Tensor, coords: torch.Tensor,
-                           reduce: str = 'mean') -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def dynamic_point_to_voxel(
+    feats: torch.Tensor, coords: torch.Tensor, reduce: str = 'mean'
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Reduce the features of points that share a voxel; one call for a whole batch.
 
     Args:
@@ -150,5 +163,4 @@ class DynamicScatter(nn.Module):
         return dynamic_point_to_voxel(points.contiguous(), coors, 'mean' if self.average_points else 'max')[:2]
 
     def extra_repr(self) -> str:
-        return (f'voxel_size={self.voxel_size}, point_cloud_range={self.point_cloud_range}, '
-                f'average_points={self.average_points}')
+        return f'voxel_size={self.voxel_size}, point_cloud_range={self.point_cloud_range}, average_points={self.average_points}'

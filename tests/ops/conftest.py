@@ -1,4 +1,5 @@
 """Makes ``ops_reference`` importable, and runs each operator test on the CPU and (marked ``gpu``) on a CUDA device."""
+
 import sys
 from pathlib import Path
 

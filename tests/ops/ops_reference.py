@@ -1,4 +1,5 @@
 """Slow twins of the operators in plain torch: test oracles, never used by the package. Letters as in mmdet3d_ext/ops."""
+
 from __future__ import annotations
 
 import torch
@@ -28,9 +29,12 @@ def hard_voxelize(points, lower, step, cells, max_num_points, max_voxels):
             members[number[at]].append(p)
     voxels = points.new_zeros((len(members), max_num_points, points.shape[1]))
     for v, rows in enumerate(members):
-        voxels[v, :len(rows)] = points[rows]
-    return (voxels, torch.tensor(list(number), dtype=torch.int32).reshape(-1, 3),
-            torch.tensor([len(rows) for rows in members], dtype=torch.int32))
+        voxels[v, : len(rows)] = points[rows]
+    return (
+        voxels,
+        torch.tensor(list(number), dtype=torch.int32).reshape(-1, 3),
+        torch.tensor([len(rows) for rows in members], dtype=torch.int32),
+    )
 
 
 def point_to_voxel(feats, coords, reduce):
@@ -64,7 +68,9 @@ def cell_index(geometry, lower, step, cells, truncate=False):
     at = torch.trunc(at) if truncate else torch.floor(at)
     inside = ((at >= 0) & (at < torch.tensor(cells, dtype=torch.float32, device=geometry.device))).all(-1)
     at = torch.where(inside[..., None], at, torch.zeros(())).long()
-    sample = torch.arange(len(geometry), device=geometry.device).view(-1, *[1] * (geometry.dim() - 2)).expand(geometry.shape[:-1])
+    sample = (
+        torch.arange(len(geometry), device=geometry.device).view(-1, *[1] * (geometry.dim() - 2)).expand(geometry.shape[:-1])
+    )
     return torch.cat([at.flatten(0, -2), sample.reshape(-1, 1)], 1), inside.flatten()
 
 

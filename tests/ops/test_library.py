@@ -1,4 +1,5 @@
 """A library that is missing, foreign or built for another torch says so and how to rebuild."""
+
 import importlib.util
 
 import pytest
@@ -10,8 +11,10 @@ from mmdet3d_ext.ops import _library
 
 
 def record(path, torch_version='2.7.1+cu126', cuda='', archs=''):
-    path.write_bytes(b'\x7fELF junk mmdet3d_ext-build{torch=%s;cuda=%s;archs=%s}\0 more' %
-                     (torch_version.encode(), cuda.encode(), archs.encode()))
+    path.write_bytes(
+        b'\x7fELF junk mmdet3d_ext-build{torch=%s;cuda=%s;archs=%s}\0 more'
+        % (torch_version.encode(), cuda.encode(), archs.encode())
+    )
     return path
 
 
@@ -60,7 +63,9 @@ def test_package_imports_without_a_library(monkeypatch):
     """The operators' modules can be imported; only their use fails."""
     monkeypatch.setattr(_library, '_failure', ops.OpsUnavailableError('gone'))
     for name in ('voxelize', 'point_to_voxel', 'lift_splat'):
-        spec = importlib.util.spec_from_file_location(f'mmdet3d_ext.ops.{name}_again', REPO / 'mmdet3d_ext' / 'ops' / f'{name}.py')
+        spec = importlib.util.spec_from_file_location(
+            f'mmdet3d_ext.ops.{name}_again', REPO / 'mmdet3d_ext' / 'ops' / f'{name}.py'
+        )
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 

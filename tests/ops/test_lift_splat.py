@@ -1,4 +1,5 @@
 """Lift-splat pooling against materialising depth x context, and bev_pool against index_add; the reference's numbers."""
+
 import ops_reference as slow
 import pytest
 import torch
@@ -18,8 +19,11 @@ def integers(shape, low, high, seed):
 
 def sample(batch=2, cameras=3, bins=5, channels=8, height=5, width=11, seed=0, spread=3.0):
     """Integer depth and context: sums are exact in any order."""
-    return (integers((batch, cameras, bins, height, width), 0, 5, seed), integers((batch, cameras, channels, height, width), -8, 9, seed + 1),
-            randn(seed + 2, (batch, cameras, bins, height, width, 3)) * spread)
+    return (
+        integers((batch, cameras, bins, height, width), 0, 5, seed),
+        integers((batch, cameras, channels, height, width), -8, 9, seed + 1),
+        randn(seed + 2, (batch, cameras, bins, height, width, 3)) * spread,
+    )
 
 
 def check(depth, context, geometry, device, tolerance=0.0, bounds=BOUNDS, grid=(LOWER, STEP, CELLS)):
@@ -92,8 +96,13 @@ def test_points_on_the_bounds_and_not_finite(device):
     geometry[0, 0, :, 0, 0, 0] = x
     got = check(torch.ones(1, 1, 10, 1, 1), torch.ones(1, 1, 1, 1, 1), geometry, device)
     assert got.sum() == 3 and got[0, 1, 0].sum() == 1 and got[0, 1, -1].sum() == 1
-    old = ops.lift_splat(torch.ones(1, 1, 10, 1, 1, device=device), torch.ones(1, 1, 1, 1, 1, device=device), geometry.to(device), BOUNDS,
-                         compat='reference')
+    old = ops.lift_splat(
+        torch.ones(1, 1, 10, 1, 1, device=device),
+        torch.ones(1, 1, 1, 1, 1, device=device),
+        geometry.to(device),
+        BOUNDS,
+        compat='reference',
+    )
     assert old[0, 1, 0].sum() == 3, 'the reference also takes what lies up to one cell below'
 
 
@@ -133,7 +142,7 @@ def test_not_finite_features_stay_in_their_cells(device, place, value):
     got = ops.lift_splat(depth.to(device), context.to(device), geometry.to(device), BOUNDS)
     hit = torch.zeros(got.shape, dtype=torch.bool, device=device)
     for x, y, z, sample_index in touched.tolist():
-        hit[sample_index, z * 4:z * 4 + 4, x, y] = True
+        hit[sample_index, z * 4 : z * 4 + 4, x, y] = True
         if place == 'context':
             hit[sample_index, [z * 4 + c for c in (0, 1, 3)], x, y] = False
     assert got[hit].isfinite().logical_not().all() and got[~hit].isfinite().all()
@@ -159,7 +168,9 @@ def test_non_contiguous_inputs_and_gradients(device):
     for form in (grad.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2), torch.stack([grad, grad], -1)[..., 0]):
         for a, b in zip(torch.autograd.grad(out, inputs, form, retain_graph=True), dense):
             assert torch.equal(a, b)
-    for a, b in zip(torch.autograd.grad(out.sum(), inputs, retain_graph=True), torch.autograd.grad(out, inputs, torch.ones_like(out))):
+    for a, b in zip(
+        torch.autograd.grad(out.sum(), inputs, retain_graph=True), torch.autograd.grad(out, inputs, torch.ones_like(out))
+    ):
         assert torch.equal(a, b)
 
 
@@ -184,8 +195,13 @@ def test_grids_that_tiles_do_not_divide(device, cells):
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.integers(0, 2**31), st.tuples(st.integers(0, 3), st.integers(1, 3), st.integers(0, 20), st.integers(1, 9), st.integers(1, 17),
-                                        st.integers(1, 9)), st.floats(0.01, 10))
+@given(
+    st.integers(0, 2**31),
+    st.tuples(
+        st.integers(0, 3), st.integers(1, 3), st.integers(0, 20), st.integers(1, 9), st.integers(1, 17), st.integers(1, 9)
+    ),
+    st.floats(0.01, 10),
+)
 def test_property_equals_the_twin(seed, shape, spread):
     batch, cameras, bins, height, width, channels = shape
     for device in ['cpu'] + ['cuda'] * torch.cuda.is_available():
@@ -213,7 +229,9 @@ def test_plan_and_cache(device):
     before = cache.plan(geometry, BOUNDS)
     geometry += 1  # changed in place
     assert cache.plan(geometry, BOUNDS) is not before
-    assert torch.equal(ops.lift_splat(depth, context, geometry, BOUNDS, cache=cache), ops.lift_splat(depth, context, geometry, BOUNDS))
+    assert torch.equal(
+        ops.lift_splat(depth, context, geometry, BOUNDS, cache=cache), ops.lift_splat(depth, context, geometry, BOUNDS)
+    )
     keyed = cache.plan(geometry, BOUNDS, key='rig')
     assert cache.plan(geometry.clone(), BOUNDS, key='rig') is keyed and cache.plan(geometry, BOUNDS, key='other') is not keyed
 
@@ -242,15 +260,18 @@ def test_repeats_bit_by_bit(device):
 def test_golden(device, name):
     """The reference's pooled map of a seeded depth net ."""
     golden = Golden('view_transform.npz')
-    channels, step, z = (80, .8, [-10., 10., 20.]) if name == 'lss' else (20, 1.6, [-4., 4., 2.])
+    channels, step, z = (80, 0.8, [-10.0, 10.0, 20.0]) if name == 'lss' else (20, 1.6, [-4.0, 4.0, 2.0])
     geometry = _golden_geometry(golden)
     golden.check(f'{name}_geometry', geometry)
     rule = weights_rule()
-    weight, bias = rule.rule_tensor('depthnet.weight', (59 + channels, 64, 1, 1)), rule.rule_tensor('depthnet.bias', (59 + channels,))
+    weight, bias = (
+        rule.rule_tensor('depthnet.weight', (59 + channels, 64, 1, 1)),
+        rule.rule_tensor('depthnet.bias', (59 + channels,)),
+    )
     features = torch.nn.functional.conv2d((6 * randn(301, (2, 6, 64, 8, 22))).flatten(0, 1), weight, bias)
     depth = features[:, :59].softmax(1).view(2, 6, 59, 8, 22)
     context = features[:, 59:].view(2, 6, channels, 8, 22)
-    bounds = [[-51.2, 51.2, step], [-40., 40., step], z]
+    bounds = [[-51.2, 51.2, step], [-40.0, 40.0, step], z]
     out = ops.lift_splat(depth.to(device), context.to(device), geometry.to(device), bounds, compat='reference')
     golden.check(f'{name}_pooled', out)
     plan = ops.prepare_lift_splat(geometry.to(device), bounds, compat='reference')
@@ -263,9 +284,14 @@ def _golden_geometry(golden):
     """(2, 6, 59, 8, 22, 3): rays of the fixture's rig, in float32 as the reference computes them."""
     v, u = torch.linspace(0, 63, 8), torch.linspace(0, 175, 22)
     d = torch.arange(1, 60, 1, dtype=torch.float32)
-    frustum = torch.stack([u.view(1, 1, 22).expand(59, 8, 22), v.view(1, 8, 1).expand(59, 8, 22), d.view(59, 1, 1).expand(59, 8, 22)], -1)
+    frustum = torch.stack(
+        [u.view(1, 1, 22).expand(59, 8, 22), v.view(1, 8, 1).expand(59, 8, 22), d.view(59, 1, 1).expand(59, 8, 22)], -1
+    )
     aug, bev = torch.from_numpy(golden['img_aug_matrix']), torch.from_numpy(golden['lidar_aug_matrix'])
-    intrinsics, lidar_from_camera = torch.from_numpy(golden['rig_camera_intrinsics']), torch.from_numpy(golden['rig_camera2lidar'])
+    intrinsics, lidar_from_camera = (
+        torch.from_numpy(golden['rig_camera_intrinsics']),
+        torch.from_numpy(golden['rig_camera2lidar']),
+    )
     points = frustum - aug[:, :, :3, 3].view(2, 6, 1, 1, 1, 3)
     points = torch.inverse(aug[:, :, :3, :3]).view(2, 6, 1, 1, 1, 3, 3).matmul(points[..., None])
     points = torch.cat([points[..., :2, :] * points[..., 2:, :], points[..., 2:, :]], -2)
@@ -289,7 +315,9 @@ def test_bev_pool_equals_the_twin(device, channels):
     got = ops.bev_pool(mine, coords.to(device), 3, 2, 7, 19)
     assert torch.equal(got.cpu().double(), want)
     grad = integers(got.shape, -8, 9, 5)
-    assert torch.equal(torch.autograd.grad(got, mine, grad.to(device))[0].cpu().double(), torch.autograd.grad(want, twin, grad.double())[0])
+    assert torch.equal(
+        torch.autograd.grad(got, mine, grad.to(device))[0].cpu().double(), torch.autograd.grad(want, twin, grad.double())[0]
+    )
 
 
 def test_bev_pool_edges(device):
@@ -298,7 +326,7 @@ def test_bev_pool_edges(device):
         out = ops.bev_pool(feats, torch.full((count, 4), 99, device=device), 2, 1, 3, 3)
         assert out.shape == (2, 4, 1, 3, 3) and out.eq(0).all()
         assert torch.autograd.grad(out.sum(), feats)[0].eq(0).all()
-    far = torch.tensor([[2**40, 0, 0, 0], [0, -2**40, 0, 0], [0, 0, 0, 2**35]], device=device)
+    far = torch.tensor([[2**40, 0, 0, 0], [0, -(2**40), 0, 0], [0, 0, 0, 2**35]], device=device)
     assert ops.bev_pool(torch.ones(3, 4, device=device), far, 2, 1, 3, 3).eq(0).all()
 
 
@@ -306,7 +334,9 @@ def test_errors():
     depth, context, geometry = sample()
     with pytest.raises(ValueError, match=r'lift_splat: depth must be a tensor \(B, N, D, H, W\), got shape \(2, 3, 5, 5\)'):
         ops.lift_splat(depth[..., 0], context, geometry, BOUNDS)
-    with pytest.raises(ValueError, match=r'lift_splat: context must be .*\(2, 3, C, 5, 11\) as depth, got shape \(2, 3, 8, 5, 10\)'):
+    with pytest.raises(
+        ValueError, match=r'lift_splat: context must be .*\(2, 3, C, 5, 11\) as depth, got shape \(2, 3, 8, 5, 10\)'
+    ):
         ops.lift_splat(depth, context[..., 1:], geometry, BOUNDS)
     with pytest.raises(ValueError, match=r'lift_splat: geometry must be \(2, 3, 5, 5, 11\) \+ \(3,\) as depth'):
         ops.lift_splat(depth, context, geometry[:1], BOUNDS)

@@ -1,4 +1,5 @@
 """Point-to-voxel reduction against a plain-torch twin and mmcv's CPU op; NaN, ties, empty and huge inputs."""
+
 import ops_reference as slow
 import pytest
 import torch
@@ -28,8 +29,8 @@ def check(feats, coords, reduce, device, tolerance=0.0):
         assert got[k].dtype == want[k].dtype and torch.equal(got[k].cpu(), want[k]), name
     torch.testing.assert_close(got[0].detach().cpu().double(), want[0].detach(), atol=tolerance, rtol=tolerance, equal_nan=True)
     grad = torch.randint(-8, 9, got[0].shape, generator=torch.Generator().manual_seed(1)).double()
-    want_grad, = torch.autograd.grad(want[0], twin, grad)
-    got_grad, = torch.autograd.grad(got[0], mine, grad.to(device, feats.dtype))
+    (want_grad,) = torch.autograd.grad(want[0], twin, grad)
+    (got_grad,) = torch.autograd.grad(got[0], mine, grad.to(device, feats.dtype))
     torch.testing.assert_close(got_grad.cpu().double(), want_grad, atol=tolerance, rtol=tolerance)
     return got
 
@@ -71,7 +72,13 @@ def test_no_points_and_all_dropped(device, reduce):
 @pytest.mark.parametrize('points', [1, 2, 2048, 2049, 2050, 3071, 3072, 3073, 7000])
 def test_one_voxel(device, reduce, points):
     feats = torch.randint(-8, 9, (points, 5)).float()
-    check(feats, torch.tensor([[0, 3, 2, 1]], dtype=torch.int32).repeat(points, 1), reduce, device, 1e-6 if reduce == 'mean' else 0.0)
+    check(
+        feats,
+        torch.tensor([[0, 3, 2, 1]], dtype=torch.int32).repeat(points, 1),
+        reduce,
+        device,
+        1e-6 if reduce == 'mean' else 0.0,
+    )
 
 
 @pytest.mark.parametrize('reduce', REDUCTIONS)
@@ -116,7 +123,7 @@ def test_more_columns_than_a_packed_key(device):
 
 
 def test_ties_go_to_the_first_point(device):
-    feats = torch.tensor([[1., 5.], [5., 5.], [5., 1.], [5., 5.]], device=device, requires_grad=True)
+    feats = torch.tensor([[1.0, 5.0], [5.0, 5.0], [5.0, 1.0], [5.0, 5.0]], device=device, requires_grad=True)
     coords = torch.zeros(4, 3, dtype=torch.int32, device=device)
     ops.dynamic_point_to_voxel(feats, coords, 'max')[0].sum().backward()
     assert feats.grad.tolist() == [[0, 1], [1, 0], [0, 0], [0, 0]]
@@ -140,7 +147,7 @@ def test_not_finite_stays_in_its_voxel_and_channel(device, reduce, value):
         assert hit > value, 'another point of the voxel is larger'
     else:
         assert str(hit) == str(value)
-    grad, = torch.autograd.grad(out, mine, torch.ones_like(out))
+    (grad,) = torch.autograd.grad(out, mine, torch.ones_like(out))
     assert grad.isfinite().all()
 
 
@@ -175,8 +182,13 @@ def test_gradient_of_nan_stays_inside_its_buffer():
     blocks = [torch.full((points, channels), 7.0, device='cuda') for _ in range(40)]
     size = blocks[0].numel() * 4
     by_address = sorted(blocks, key=torch.Tensor.data_ptr)
-    middle = next(k for k in range(1, 39) if by_address[k].data_ptr() - by_address[k - 1].data_ptr() == size ==
-                  by_address[k + 1].data_ptr() - by_address[k].data_ptr())
+    middle = next(
+        k
+        for k in range(1, 39)
+        if by_address[k].data_ptr() - by_address[k - 1].data_ptr()
+        == size
+        == by_address[k + 1].data_ptr() - by_address[k].data_ptr()
+    )
     before, address, after = by_address[middle - 1], by_address[middle].data_ptr(), by_address[middle + 1]
     keep = [block for block in blocks if block.data_ptr() != address]
     del blocks, by_address
@@ -197,9 +209,9 @@ def test_non_contiguous_inputs_and_gradients(device, reduce):
     same = ops.dynamic_point_to_voxel(wide[:, ::2].contiguous(), coords.to(device), reduce)[0]
     assert want.shape == got.shape and torch.equal(got, same)
     grad = torch.arange(got.numel(), device=device, dtype=torch.float32).view(got.shape[1], got.shape[0]).t()
-    strided, = torch.autograd.grad(got, mine, grad, retain_graph=True)
-    dense, = torch.autograd.grad(got, mine, grad.contiguous(), retain_graph=True)
-    expanded, = torch.autograd.grad(got.sum(), mine)
+    (strided,) = torch.autograd.grad(got, mine, grad, retain_graph=True)
+    (dense,) = torch.autograd.grad(got, mine, grad.contiguous(), retain_graph=True)
+    (expanded,) = torch.autograd.grad(got.sum(), mine)
     assert torch.equal(strided, dense) and expanded.shape == mine.shape
 
 
@@ -211,8 +223,10 @@ def test_gradcheck(device, reduce):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.tuples(st.integers(-1, 2), st.integers(-1, 2), st.integers(0, 3), st.integers(-9, 9)), max_size=40),
-       st.sampled_from(REDUCTIONS))
+@given(
+    st.lists(st.tuples(st.integers(-1, 2), st.integers(-1, 2), st.integers(0, 3), st.integers(-9, 9)), max_size=40),
+    st.sampled_from(REDUCTIONS),
+)
 def test_property_equals_the_twin(rows, reduce):
     table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
     for device in ['cpu'] + ['cuda'] * torch.cuda.is_available():
@@ -264,7 +278,9 @@ def test_opcheck(device):
     for reduce in range(3):
         torch.library.opcheck(torch.ops.mmdet3d_ext.group_reduce.default, (feats, *groups[1:], reduce))
         out, arg = torch.ops.mmdet3d_ext.group_reduce(feats.detach(), *groups[1:], reduce)
-        torch.library.opcheck(torch.ops.mmdet3d_ext.group_reduce_backward.default, (out, groups.point2voxel, groups.starts, arg, reduce))
+        torch.library.opcheck(
+            torch.ops.mmdet3d_ext.group_reduce_backward.default, (out, groups.point2voxel, groups.starts, arg, reduce)
+        )
 
 
 @pytest.mark.parametrize('reduce', REDUCTIONS)
@@ -278,8 +294,8 @@ def test_compiles_fullgraph(device, reduce):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         got = torch.compile(step, fullgraph=True, backend='aot_eager')(feats, coords)
     assert torch.equal(got, step(feats, coords))
-    want_grad, = torch.autograd.grad(step(feats, coords).sum(), feats)
-    got_grad, = torch.autograd.grad(got.sum(), feats)
+    (want_grad,) = torch.autograd.grad(step(feats, coords).sum(), feats)
+    (got_grad,) = torch.autograd.grad(got.sum(), feats)
     assert torch.equal(got_grad, want_grad)
 
 
@@ -312,7 +328,9 @@ def test_other_stream():
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)  # the inputs arrive late on this stream
-        got = ops.dynamic_point_to_voxel(feats.pin_memory().cuda(non_blocking=True), coords.pin_memory().cuda(non_blocking=True), 'sum')[0]
+        got = ops.dynamic_point_to_voxel(
+            feats.pin_memory().cuda(non_blocking=True), coords.pin_memory().cuda(non_blocking=True), 'sum'
+        )[0]
     stream.synchronize()
     assert torch.equal(got.cpu(), want)
 
@@ -339,6 +357,6 @@ def test_more_than_2_to_the_31_values(reduce):
     out, _, _, counts = ops.dynamic_point_to_voxel(feats, coords, reduce)
     last = {'sum': 4, 'mean': 2, 'max': 3}[reduce]
     assert out[-1].eq(last).all() and out[:-1].eq(2 if reduce == 'sum' else 1).all() and counts.sum() == points
-    grad, = torch.autograd.grad(out, feats, torch.ones_like(out))
-    assert grad[-1].eq({'sum': 1, 'mean': .5, 'max': 1}[reduce]).all()
-    assert grad[-2].eq({'sum': 1, 'mean': .5, 'max': 0}[reduce]).all()
+    (grad,) = torch.autograd.grad(out, feats, torch.ones_like(out))
+    assert grad[-1].eq({'sum': 1, 'mean': 0.5, 'max': 1}[reduce]).all()
+    assert grad[-2].eq({'sum': 1, 'mean': 0.5, 'max': 0}[reduce]).all()

@@ -1,4 +1,5 @@
 """Voxelisation against a point-by-point twin, the reference's numbers and mmcv's CPU op."""
+
 import ops_reference as slow
 import pytest
 import torch
@@ -41,10 +42,12 @@ def test_few_points(device, count):
 
 
 def test_edges_of_the_range(device):
-    step = torch.tensor([-6.0, 6.0, 5.999999, -6.0000005, 0.0, -0.0, 0.5, float('nan'), float('inf'), -float('inf'), 3e38, -3e38])
+    step = torch.tensor(
+        [-6.0, 6.0, 5.999999, -6.0000005, 0.0, -0.0, 0.5, float('nan'), float('inf'), -float('inf'), 3e38, -3e38]
+    )
     points = torch.zeros(len(step) * 3, 3)
     for axis in range(3):
-        points[axis * len(step):(axis + 1) * len(step), axis] = step
+        points[axis * len(step) : (axis + 1) * len(step), axis] = step
     check(points, 3, 100, device)
     coords = ops.dynamic_voxelize(points.to(device), SIZE, RANGE).cpu()
     assert torch.equal(coords, slow.voxel_coords(points, RANGE[:3], SIZE, CELLS))
@@ -69,8 +72,10 @@ def test_non_contiguous(device):
     expected = ops.voxelize(wide[:, 1:6].contiguous(), SIZE, RANGE, 3, 200)
     for got, want in zip(ops.voxelize(wide.to(device)[:, 1:6], SIZE, RANGE, 3, 200), expected):
         assert torch.equal(got.cpu(), want)
-    assert torch.equal(ops.dynamic_voxelize(wide.to(device)[::2, 1:6], SIZE, RANGE).cpu(),
-                       slow.voxel_coords(wide[::2, 1:6], RANGE[:3], SIZE, CELLS))
+    assert torch.equal(
+        ops.dynamic_voxelize(wide.to(device)[::2, 1:6], SIZE, RANGE).cpu(),
+        slow.voxel_coords(wide[::2, 1:6], RANGE[:3], SIZE, CELLS),
+    )
 
 
 def test_grid_too_large_for_32_bit_keys(device):
@@ -96,7 +101,9 @@ def test_golden(device, case):
     if name not in golden:
         name = next(k for k in golden.data.files if k.endswith(name) or k == f'enc_{name}')
     points = torch.from_numpy(golden[name]).to(device)
-    voxels, coords, counts = ops.voxelize(points, [.6, .6, .2], [-43.2, -33.6, -5, 43.2, 33.6, 3], 3, 700 if 'train' in case else 800)
+    voxels, coords, counts = ops.voxelize(
+        points, [0.6, 0.6, 0.2], [-43.2, -33.6, -5, 43.2, 33.6, 3], 3, 700 if 'train' in case else 800
+    )
     golden.check(f'vox_{case}_coords', coords)
     golden.check(f'vox_{case}_counts', counts)
     golden.check(f'vox_{case}_points', voxels)
@@ -109,7 +116,9 @@ def test_equals_mmcv_on_the_cpu(device):
     result = ops.voxelize(points.to(device), SIZE, RANGE, 3, 300)
     assert torch.equal(result[0].cpu(), voxels) and torch.equal(result[2].cpu(), counts)
     assert torch.equal(result[1].cpu(), coords.flip(1))  # mmcv: z, y, x
-    assert torch.equal(mmcv_ops.Voxelization(SIZE, RANGE, -1)(points).flip(1), ops.dynamic_voxelize(points.to(device), SIZE, RANGE).cpu())
+    assert torch.equal(
+        mmcv_ops.Voxelization(SIZE, RANGE, -1)(points).flip(1), ops.dynamic_voxelize(points.to(device), SIZE, RANGE).cpu()
+    )
 
 
 def test_coordinates_stay_float32_under_autocast(device):
@@ -117,7 +126,9 @@ def test_coordinates_stay_float32_under_autocast(device):
     size, limits = [0.01] * 3, [-30.0] * 3 + [30.0] * 3
     with torch.autocast(device, dtype=torch.bfloat16):
         assert torch.equal(ops.dynamic_voxelize(points, size, limits), ops.dynamic_voxelize(points, size, limits))
-        assert torch.equal(ops.dynamic_voxelize(points, size, limits).cpu(), slow.voxel_coords(points.cpu(), limits[:3], size, [6000] * 3))
+        assert torch.equal(
+            ops.dynamic_voxelize(points, size, limits).cpu(), slow.voxel_coords(points.cpu(), limits[:3], size, [6000] * 3)
+        )
     with pytest.raises(ValueError, match='dynamic_voxelize: points must be float32 or float64 .* got torch.float16'):
         ops.dynamic_voxelize(points.half(), size, limits)
 

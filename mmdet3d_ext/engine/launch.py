@@ -310,7 +310,8 @@ class _AbortWatch(threading.Thread):
                 message = f'lost the connection to {self.launch.master_addr}:{self.launch.master_port}: rank 0 ended'
             if not self.stopped.is_set():
                 self.told = message
-                _emit(f'[rank {self.launch.rank}] stops, because {message}')
+                # The rank that failed shows its error itself; one line for the whole job is enough beside it.
+                _emit(f'[rank {self.launch.rank}] stops, because {message}', screen=self.launch.is_master)
                 time.sleep(GRACE + 3 * self.interval)  # the rank that failed ends first, so that launchers name it
                 os._exit(1)
 
@@ -344,11 +345,12 @@ def attach_rank_log(run_dir: str, stamp: str) -> str:
     return _log_file
 
 
-def _emit(text: str) -> None:
+def _emit(text: str, screen: bool = True) -> None:
     """To stderr in one write (launchers hide the stdout of ranks other than 0) and to the rank's log file."""
-    sys.stdout.flush()
-    sys.stderr.write(text.rstrip('\n') + '\n')
-    sys.stderr.flush()
+    if screen:
+        sys.stdout.flush()
+        sys.stderr.write(text.rstrip('\n') + '\n')
+        sys.stderr.flush()
     if _log_file:
         try:
             with open(_log_file, 'a') as stream:
@@ -376,7 +378,7 @@ def run(program: Callable[[], Optional[int]], clean_errors: Tuple[type, ...] = (
         stop()
         return int(code or 0)
     except (UserError, LaunchError) + tuple(clean_errors) as error:
-        return _fail(f'{_tag()}error: {error}', error, 2)
+        return _fail(f'{_tag()}error: {error}', error, 2, clean=True)
     except SystemExit as error:
         if error.code in (0, None):
             stop()
@@ -396,12 +398,16 @@ def _tag() -> str:
     return f'[rank {launch.rank}] ' if launch.world_size > 1 else ''
 
 
-def _fail(text: str, error: BaseException, code: int) -> int:
+def _fail(text: str, error: BaseException, code: int, clean: bool = False) -> int:
+    launch = current()
+    if clean and _watch is not None and not launch.is_master:
+        time.sleep(1.5 * _watch.interval)  # a mistake in the configuration fails on every rank: rank 0 says it once
     if _watch is not None and _watch.told:  # this rank only failed because another had left
         time.sleep(GRACE)
-        os._exit(1)
+        os._exit(code if clean else 1)
     _emit(text)
-    launch = current()
+    if clean and error.__cause__ is not None and _log_file:
+        _emit(''.join(traceback.format_exception(error.__cause__)), screen=False)
     if launch.world_size == 1 or _watch is None:
         return code
     where = f'; its traceback is in {_log_file}' if _log_file else ''

@@ -1,13 +1,14 @@
 """Training from a configuration: data, model, optimizer, runner, hooks."""
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import logging
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -202,6 +203,22 @@ def _seed(cfg: Mapping[str, Any], resume: Optional[str], options: Options) -> Op
     return cfg.get('seed')
 
 
+@contextlib.contextmanager
+def building(what: str) -> Iterator[None]:
+    """Errors while something is built from the configuration (a missing file, a wrong argument) become one clean message.
+
+    The traceback goes to the rank's log file.
+
+    Raises:
+        UserError: naming the section and the error.
+    """
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, OSError, RuntimeError, AssertionError) as error:
+        text = error.args[0] if isinstance(error, KeyError) and error.args else error  # a KeyError shows its text in quotes
+        raise UserError(f'{what}: {type(error).__name__}: {text}') from error
+
+
 def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], train: bool) -> torch.utils.data.DataLoader:
     """A data set with this rank's loader."""
     from ..datasets.builder import build_dataloader, build_dataset
@@ -209,23 +226,26 @@ def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], t
     launch = current()
     data = cfg['data']
     special = dict(data.get('train_dataloader' if train else 'val_dataloader') or {})
-    with profile(cfg.get('compat')):
+    what = f'data.{"train" if train else "val"}'
+    with building(what), profile(cfg.get('compat')):
         dataset = build_dataset(run_dirs.to_plain(dataset_cfg), **({} if train else {'test_mode': True}))
     samples = special.pop('samples_per_gpu', data['samples_per_gpu'] if train else 1)
     workers = special.pop('workers_per_gpu', data.get('workers_per_gpu', 0))
     for key in ('persistent_workers', 'prefetch_factor', 'pin_memory'):
         if data.get(key) is not None:
             special.setdefault(key, data[key])
-    return build_dataloader(dataset, samples, workers, shuffle=train, seed=seed, num_replicas=launch.world_size,
-                            rank=launch.rank, **special)
+    with building(what):
+        return build_dataloader(dataset, samples, workers, shuffle=train, seed=seed, num_replicas=launch.world_size,
+                                rank=launch.rank, **special)
 
 
 def make_model(cfg: Mapping[str, Any]) -> nn.Module:
     """The configured model with its initial (or ``init_cfg``) weights, on the CPU."""
     from ..models.builder import build_model
-    model = build_model(run_dirs.to_plain(cfg['model']), cfg.get('compat'))
-    if hasattr(model, 'init_weights'):
-        model.init_weights()
+    with building('model'):
+        model = build_model(run_dirs.to_plain(cfg['model']), cfg.get('compat'))
+        if hasattr(model, 'init_weights'):
+            model.init_weights()
     return model
 
 
@@ -310,7 +330,7 @@ def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: 
     runner.register_timer_hook(dict(type='IterTimerHook'))
     if val_loader is not None:
         _register_evaluation(runner, cfg, val_loader, device, amp, ema)
-    runner.register_logger_hooks(run_dirs.to_plain(cfg.get('log_config')))
+    _register_loggers(runner, cfg, len(loader))
     survive_full_disk(runner)
     for hook in run_dirs.to_plain(cfg.get('custom_hooks')) or []:
         if not isinstance(hook, Mapping) or HOOKS.get(str(hook.get('type'))) is None:
@@ -318,6 +338,16 @@ def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: 
             near = difflib.get_close_matches(str(name), list(HOOKS.module_dict), n=1)
             raise UserError(f'key custom_hooks: unknown hook {hook!r}' + (f'; did you mean {near[0]!r}?' if near else ''))
     runner.register_custom_hooks(run_dirs.to_plain(cfg.get('custom_hooks')))
+
+
+def _register_loggers(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], iterations: int) -> None:
+    """mmcv's loggers; they write nothing in an epoch that is shorter than their interval, so that is shortened to the epoch."""
+    settings = run_dirs.to_plain(cfg.get('log_config'))
+    if settings and settings.get('interval', 10) > iterations:
+        runner.logger.warning('log_config.interval is %d, an epoch has %d iterations: one line per epoch', settings['interval'],
+                              iterations)
+        settings['interval'] = iterations
+    runner.register_logger_hooks(settings)
 
 
 def _schedule(settings: Any) -> Any:

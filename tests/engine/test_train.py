@@ -286,6 +286,25 @@ def test_wrong_settings_are_named(tmp_path, wrong, message):
         run(tmp_path, **wrong)
 
 
+@pytest.mark.parametrize('wrong, message', [
+    ({'model': {'type': 'EngineToyModle'}},
+     "model: KeyError: unknown model type 'EngineToyModle'; did you mean 'EngineToyModel'"),
+    ({'model': {'type': 'EngineToyModel', 'widht': 3}}, "model: TypeError: .*no argument 'widht'; did you mean 'width'"),
+    ({'data': {'samples_per_gpu': 0, 'train': {'type': 'EngineToyDataset'}}}, 'data.train: ValueError: data.samples_per_gpu')])
+def test_what_cannot_be_built_is_one_message_and_a_traceback_in_the_log(tmp_path, wrong, message):
+    from mmdet3d_ext.engine import launch
+    with pytest.raises(UserError, match=message):
+        run(tmp_path, **wrong)
+    config = load_config(str(tmp_path / 'toy.yaml'))
+    assert launch.run(lambda: training.train(config, training.Options(run_dir=str(tmp_path / 'run')))) == 2
+    assert any('Traceback' in path.read_text() for path in (tmp_path / 'run' / 'logging').glob('*.log'))
+
+
+def test_an_epoch_shorter_than_the_log_interval_is_logged(tmp_path):
+    run(tmp_path, '--max_epochs', 2, '--log_config.interval', 50)
+    assert [(x['epoch'], x['iter']) for x in json_lines(tmp_path) if x.get('mode') == 'train'] == [(1, 4), (2, 4)]
+
+
 def test_bfloat16_trains_close_to_float32_and_custom_hooks_run(tmp_path):
     from mmcv.runner import HOOKS, Hook
 

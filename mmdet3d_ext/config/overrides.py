@@ -152,7 +152,7 @@ def apply(tree: Dict[str, Any], override: Override, allow_new: bool,
     here: Path = ()
     for key in path[:-1]:
         key = _index(node, key, override)
-        parent, node = node, _child(node, here, key, override, allow_new)
+        parent, node = node, _child(node, here, key, override, allow_new, open_expression)
         here = (*here, key)
         if stands_for_another(node):
             node = open_expression(here, node)
@@ -163,7 +163,7 @@ def apply(tree: Dict[str, Any], override: Override, allow_new: bool,
         parent[key] = node
     last = _index(node, path[-1], override)
     if isinstance(node, dict) and last not in node:
-        _check_new(node, here, last, override, allow_new)
+        _check_new(node, here, last, override, allow_new, open_expression)
     current = node[last] if isinstance(node, list) else node.get(last)
     node[last] = read_value(override, current)
     return (*here, last)
@@ -178,9 +178,10 @@ def _declared(path: Path) -> bool:
     return bool(schema.KNOWN.get(dotted(path)))
 
 
-def _child(node: Any, path: Path, key: Key, override: Override, allow_new: bool) -> Any:
+def _child(node: Any, path: Path, key: Key, override: Override, allow_new: bool,
+           open_expression: Callable[[Path, Any], Any]) -> Any:
     if isinstance(node, dict) and key not in node:
-        _check_new(node, path, key, override, allow_new)
+        _check_new(node, path, key, override, allow_new, open_expression)
         return {}
     return node[key]
 
@@ -196,10 +197,15 @@ def _index(node: Any, key: Key, override: Override) -> Key:
     return key % len(node)
 
 
-def _check_new(node: Dict[Any, Any], path: Path, key: Key, override: Override, allow_new: bool) -> None:
+def _check_new(node: Dict[Any, Any], path: Path, key: Key, override: Override, allow_new: bool,
+               open_expression: Callable[[Path, Any], Any]) -> None:
     """Refuse a ``key`` that may not be added to the mapping ``node`` at ``path``."""
+    if allow_new:
+        return
+    if stands_for_another(node.get('type')):
+        node = {**node, 'type': open_expression((*path, 'type'), node['type'])}
     allowed = schema.allowed_children(path, node)
-    if allow_new or str(key) in allowed:
+    if str(key) in allowed:
         return
     where = f'in {dotted(path)!r}' if path else 'at the top'
     raise ConfigError(f'{COMMAND_LINE}: {override.flag}: unknown key {str(key)!r} {where}{hint(key, allowed, path)} '

@@ -274,7 +274,8 @@ def test_allow_new(tree):
 
 
 def test_arguments_of_a_registered_type_may_be_added(tree):
-    leaf = tree({'leaf.yaml': BASE})
+    leaf = tree({'leaf.yaml': BASE + '  test: {type: "${dataset_type}"}\ndataset_type: NuScenesDataset\n'})
+    assert load_config(leaf, ['--data.test.load_interval', '10']).data.test.load_interval == 10
     assert load_config(leaf, ['--optimizer.weight_decay', '0.01']).optimizer.weight_decay == 0.01
     with pytest.raises(ConfigError, match=r"unknown key 'weight_decy' in 'optimizer'; did you mean 'optimizer\.weight_decay'"):
         load_config(leaf, ['--optimizer.weight_decy', '0.01'])

@@ -1,5 +1,5 @@
-// Every operator's schema, once. Kernels register themselves in the folder of the operator; fake kernels and autograd are in
-// mmdet3d_ext/ops/. Grids travel as (lower, step, cells), one entry per axis x, y, z.
+// Every operator's schema, once. Kernels register themselves in the folder of the operator, derivatives in autograd.cpp,
+// fake kernels in mmdet3d_ext/ops/. Grids travel as (lower, step, cells), one entry per axis x, y, z.
 #include <torch/library.h>
 
 #include "mmdet3d_ext_build.h"
@@ -20,13 +20,15 @@ TORCH_LIBRARY(mmdet3d_ext, m) {
       "hard_voxelize(Tensor points, float[] lower, float[] step, int[] cells, int max_num_points, int max_voxels)"
       " -> (Tensor, Tensor, Tensor)");
 
-  // coords (P, K) -> voxel_coords (V, K), point2voxel (P,) int32, order (P,) int32, starts (V + 1,) int32,
+  // coords (P, K) -> voxel_coords (V, K), point2voxel (P,) int32, counts (V,) int32, order (P,) int32, starts (V + 1,) int32,
   // has_long (0-dim CPU bool): whether some voxel holds more points than one group of threads should add up
-  m.def("point_groups(Tensor coords) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("point_groups(Tensor coords) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   // feats (P, C) -> reduced (V, C), arg (V, C) int32 for max, else (0,)
   m.def(
       "group_reduce(Tensor feats, Tensor point2voxel, Tensor order, Tensor starts, Tensor has_long, int reduce)"
       " -> (Tensor, Tensor)");
+  // Both in one call -> reduced (V, C), voxel_coords, point2voxel, counts
+  m.def("dynamic_point_to_voxel(Tensor feats, Tensor coords, int reduce) -> (Tensor, Tensor, Tensor, Tensor)");
   m.def("group_reduce_backward(Tensor grad, Tensor point2voxel, Tensor starts, Tensor arg, int reduce) -> Tensor");
 
   // geometry (B, ..., 3) -> cell (P,) int32 or -1, order (P,) int32, sorted_key (P,) int32, tile_starts (T + 1,) int32

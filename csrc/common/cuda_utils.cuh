@@ -51,16 +51,15 @@ std::pair<at::Tensor, at::Tensor> sort_pairs(at::Tensor keys, at::Tensor values,
           value_buffer.Current() == values.data_ptr() ? values : other_values};
 }
 
-inline void inclusive_sum(const at::Tensor& in, at::Tensor& out) {
-  const int count = static_cast<int>(in.numel());
+template <typename In, typename Out>
+void inclusive_sum(In from, Out to, int64_t count, const at::Tensor& like) {
   if (count == 0) return;
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  const int items = static_cast<int>(count);
   size_t size = 0;
-  const int32_t* from = in.const_data_ptr<int32_t>();
-  int32_t* to = out.data_ptr<int32_t>();
-  C10_CUDA_CHECK(cub::DeviceScan::InclusiveSum(nullptr, size, from, to, count, stream));
-  at::Tensor scratch = bytes(size, in);
-  C10_CUDA_CHECK(cub::DeviceScan::InclusiveSum(scratch.data_ptr(), size, from, to, count, stream));
+  C10_CUDA_CHECK(cub::DeviceScan::InclusiveSum(nullptr, size, from, to, items, stream));
+  at::Tensor scratch = bytes(size, like);
+  C10_CUDA_CHECK(cub::DeviceScan::InclusiveSum(scratch.data_ptr(), size, from, to, items, stream));
 }
 
 template <typename T, int VEC>

@@ -25,7 +25,7 @@ std::vector<uint64_t> keys_of(const at::Tensor& coords) {
   return keys;
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> point_groups_cpu(const at::Tensor& coords) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> point_groups_cpu(const at::Tensor& coords) {
   check_coords(coords);
   const int64_t count = coords.size(0), columns = coords.size(1);
   const std::vector<uint64_t> keys = keys_of(coords);
@@ -75,7 +75,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> point_gro
     index_t* out = voxel_coords.data_ptr<index_t>();
     for (int64_t v = 0; v < voxel_count; ++v) std::copy_n(in + voxels[v].first * columns, columns, out + v * columns);
   });
-  return {voxel_coords, point2voxel, order, starts, has_long};
+  const at::Tensor counts = starts.slice(0, 1) - starts.slice(0, 0, voxel_count);
+  return {voxel_coords, point2voxel, counts, order, starts, has_long};
 }
 
 template <typename T, typename A>

@@ -6,6 +6,10 @@
 #include <ATen/Dispatch.h>
 #include <torch/library.h>
 
+#include <thrust/iterator/counting_iterator.h>
+#include <thrust/iterator/transform_iterator.h>
+
+#include <iterator>
 #include <limits>
 
 #include "common/cuda_utils.cuh"
@@ -79,58 +83,90 @@ __global__ void pack_kernel(const Index* __restrict__ coords, int64_t count, int
   index[p] = static_cast<int32_t>(p);
 }
 
+// Whether a new voxel begins at a sorted position: the scan's input.
 template <typename Key>
-__global__ void heads_kernel(const Key* __restrict__ keys, int64_t count, int32_t* __restrict__ head) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < count) head[i] = keys[i] != ~Key(0) && (i == 0 || keys[i - 1] != keys[i]);
-}
+struct IsHead {
+  const Key* keys;
+  __device__ __forceinline__ int32_t operator()(int64_t i) const { return keys[i] != ~Key(0) && (i == 0 || keys[i - 1] != keys[i]); }
+};
 
-// rank: inclusive sum of heads, i.e. voxel + 1.
+// The scan's output: takes the number of heads up to a position, i.e. voxel + 1, and writes all that follows from it. This way the
+// numbers themselves never go through memory.
 template <typename Key>
-__global__ void map_kernel(const Key* __restrict__ keys, const int32_t* __restrict__ order, const int32_t* __restrict__ rank, int64_t count,
-                           int32_t* __restrict__ point2voxel, int32_t* __restrict__ starts, Info* info) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= count) return;
-  const Key key = keys[i];
-  if (i == 0) starts[0] = 0;
-  if (key == ~Key(0)) {
-    point2voxel[order[i]] = -1;
-    return;
+struct MapWriter {
+  using iterator_category = std::random_access_iterator_tag;
+  using value_type = int32_t;
+  using difference_type = std::ptrdiff_t;
+  using pointer = void;
+  struct Position {
+    const MapWriter& writer;
+    __device__ __forceinline__ void operator=(int32_t rank) const { writer.write(rank); }
+  };
+  using reference = Position;
+
+  const Key* keys;
+  const int32_t* order;
+  int64_t count;
+  int32_t* point2voxel;
+  int32_t* starts;
+  Info* info;
+  int64_t i;
+
+  __host__ __device__ __forceinline__ MapWriter operator+(difference_type n) const {
+    MapWriter moved = *this;
+    moved.i += n;
+    return moved;
   }
-  const int32_t voxel = rank[i] - 1;
-  point2voxel[order[i]] = voxel;
-  if (i > 0 && keys[i - 1] != key) starts[voxel] = static_cast<int32_t>(i);
-  if (i + kLong < count && keys[i + kLong] == key) info->has_long = 1;
-  if (i + 1 == count || keys[i + 1] == ~Key(0)) {
-    starts[voxel + 1] = static_cast<int32_t>(i + 1);
-    info->voxels = voxel + 1;
+  __host__ __device__ __forceinline__ MapWriter& operator+=(difference_type n) {
+    i += n;
+    return *this;
   }
-}
+  __device__ __forceinline__ Position operator*() const { return Position{*this}; }
+
+  struct Moved {
+    MapWriter writer;
+    __device__ __forceinline__ void operator=(int32_t rank) const { writer.write(rank); }
+  };
+  __device__ __forceinline__ Moved operator[](difference_type n) const { return Moved{*this + n}; }
+
+  __device__ __forceinline__ void write(int32_t rank) const {
+    const Key key = keys[i];
+    if (i == 0) starts[0] = 0;
+    if (key == ~Key(0)) {
+      point2voxel[order[i]] = -1;
+      return;
+    }
+    const int32_t voxel = rank - 1;
+    point2voxel[order[i]] = voxel;
+    if (i > 0 && keys[i - 1] != key) starts[voxel] = static_cast<int32_t>(i);
+    if (i + kLong < count && keys[i + kLong] == key) info->has_long = 1;
+    if (i + 1 == count || keys[i + 1] == ~Key(0)) {
+      starts[voxel + 1] = static_cast<int32_t>(i + 1);
+      info->voxels = voxel + 1;
+    }
+  }
+};
 
 template <typename Index>
 __global__ void voxel_coords_kernel(const Index* __restrict__ coords, const int32_t* __restrict__ order, const int32_t* __restrict__ starts,
-                                    int64_t voxels, int64_t columns, Index* __restrict__ out) {
+                                    int64_t voxels, int64_t columns, Index* __restrict__ out, int32_t* __restrict__ counts) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= voxels * columns) return;
-  out[i] = coords[order[starts[i / columns]] * columns + i % columns];
+  const int64_t voxel = i / columns, column = i % columns;
+  out[i] = coords[order[starts[voxel]] * columns + column];
+  if (column == 0) counts[voxel] = starts[voxel + 1] - starts[voxel];
 }
 
 template <typename Key>
 void number_voxels(const at::Tensor& keys, const at::Tensor& order, at::Tensor& point2voxel, at::Tensor& starts, Info* info) {
   const int64_t count = keys.numel();
-  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  at::Tensor head = at::empty({count}, order.options());
   const Key* key = static_cast<const Key*>(keys.const_data_ptr());
-  heads_kernel<Key><<<blocks(count), kThreads, 0, stream>>>(key, count, head.data_ptr<int32_t>());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-  at::Tensor rank = at::empty_like(head);
-  inclusive_sum(head, rank);
-  map_kernel<Key><<<blocks(count), kThreads, 0, stream>>>(key, order.const_data_ptr<int32_t>(), rank.const_data_ptr<int32_t>(), count,
-                                                         point2voxel.data_ptr<int32_t>(), starts.data_ptr<int32_t>(), info);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  const auto heads = thrust::make_transform_iterator(thrust::counting_iterator<int64_t>(0), IsHead<Key>{key});
+  const MapWriter<Key> writer{key, order.const_data_ptr<int32_t>(), count, point2voxel.data_ptr<int32_t>(), starts.data_ptr<int32_t>(), info, 0};
+  inclusive_sum(heads, writer, count, keys);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> point_groups_cuda(const at::Tensor& coords) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> point_groups_cuda(const at::Tensor& coords) {
   check_coords(coords);
   const c10::cuda::CUDAGuard guard(coords.device());
   require_covered(coords.device());
@@ -140,7 +176,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> point_gro
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   at::Tensor point2voxel = at::empty({count}, ints), order = at::empty({count}, ints);
   at::Tensor has_long = at::zeros({}, at::TensorOptions().dtype(at::kBool));
-  if (count == 0) return {at::empty({0, columns}, rows.options()), point2voxel, order, at::zeros({1}, ints), has_long};
+  if (count == 0) return {at::empty({0, columns}, rows.options()), point2voxel, at::empty({0}, ints), order, at::zeros({1}, ints), has_long};
   at::Tensor starts = at::empty({count + 1}, ints);
   at::Tensor info = at::zeros({static_cast<int64_t>(sizeof(Info))}, rows.options().dtype(at::kByte));
   Info* device_info = static_cast<Info*>(info.data_ptr());
@@ -173,16 +209,16 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> point_gro
   }
   has_long.fill_(host.has_long != 0);
   starts = starts.narrow(0, 0, host.voxels + 1);
-  at::Tensor voxel_coords = at::empty({host.voxels, columns}, rows.options());
+  at::Tensor voxel_coords = at::empty({host.voxels, columns}, rows.options()), counts = at::empty({host.voxels}, ints);
   if (host.voxels) {
     AT_DISPATCH_INDEX_TYPES(rows.scalar_type(), "point_groups", [&] {
       voxel_coords_kernel<index_t><<<blocks(voxel_coords.numel()), kThreads, 0, stream>>>(
           rows.const_data_ptr<index_t>(), order.const_data_ptr<int32_t>(), starts.const_data_ptr<int32_t>(), host.voxels, columns,
-          voxel_coords.data_ptr<index_t>());
+          voxel_coords.data_ptr<index_t>(), counts.data_ptr<int32_t>());
       C10_CUDA_KERNEL_LAUNCH_CHECK();
     });
   }
-  return {voxel_coords, point2voxel, order, starts, has_long};
+  return {voxel_coords, point2voxel, counts, order, starts, has_long};
 }
 
 // The running sum or maximum of one channel. The first maximum wins, and the first NaN over everything.

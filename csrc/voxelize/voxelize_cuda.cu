@@ -123,7 +123,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> hard_voxelize_typed(const at::Ten
     mark_first_kernel<Key><<<blocks(count), kThreads, 0, stream>>>(static_cast<const Key*>(keys.const_data_ptr()),
                                                                   order.const_data_ptr<int32_t>(), count, outside, first.data_ptr<int32_t>());
     C10_CUDA_KERNEL_LAUNCH_CHECK();
-    inclusive_sum(first, number);
+    inclusive_sum(first.const_data_ptr<int32_t>(), number.data_ptr<int32_t>(), count, rows);
     voxel_count = number[count - 1].item<int32_t>();  // the one synchronisation: the outputs' size
     if (max_voxels >= 0) voxel_count = std::min(voxel_count, max_voxels);
   }

@@ -116,8 +116,3 @@ def fake(name: str) -> Callable:
 
     return register
 
-
-def autograd(name: str, backward: Callable, setup_context: Callable) -> None:
-    """Register the derivative of ``mmdet3d_ext::<name>``."""
-    if available():
-        torch.library.register_autograd(f'mmdet3d_ext::{name}', backward, setup_context=setup_context)

@@ -18,7 +18,7 @@ import torch
 from mmdet3d_ext.geometry.grid import AxisSpec
 
 from ._checks import GridArguments, check, check_same_device, check_tensor, grid_from_bounds
-from ._library import autograd, fake, require
+from ._library import fake, require
 
 TILE_X, TILE_Y = 2, 16  # csrc/lift_splat/lift_splat.h
 
@@ -74,29 +74,6 @@ def _(feats, cell, order, sorted_key, tile_starts, batch, cells):
 @fake('bev_pool_backward')
 def _(grad, cell, cells):
     return grad.new_empty((cell.shape[0], grad.shape[1] // cells[2]))
-
-
-def _lift_setup(ctx, inputs, output):
-    depth, context, cell, _, _, _, ctx.cells = inputs
-    ctx.save_for_backward(depth, context, cell)
-
-
-def _lift_backward(ctx, grad):
-    depth, context, cell = ctx.saved_tensors
-    return torch.ops.mmdet3d_ext.lift_splat_backward(grad, depth, context, cell, ctx.cells) + (None,) * 5
-
-
-def _pool_setup(ctx, inputs, output):
-    ctx.cells = inputs[6]
-    ctx.save_for_backward(inputs[1])
-
-
-def _pool_backward(ctx, grad):
-    return (torch.ops.mmdet3d_ext.bev_pool_backward(grad, ctx.saved_tensors[0], ctx.cells),) + (None,) * 6
-
-
-autograd('lift_splat', _lift_backward, _lift_setup)
-autograd('bev_pool', _pool_backward, _pool_setup)
 
 
 def _grid(op: str, bounds: Sequence[AxisSpec], compat: Optional[str]) -> Tuple[GridArguments, bool]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ._checks import check, check_same_device, check_tensor
-from ._library import autograd, fake, require
+from ._library import fake, require
 
 REDUCTIONS = ('sum', 'mean', 'max')
 
@@ -24,14 +24,10 @@ class PointGroups(NamedTuple):
 
     voxel_coords: torch.Tensor  # (V, K), type of the coordinates
     point2voxel: torch.Tensor  # (P,) int32, -1 if the point was dropped
+    counts: torch.Tensor  # (V,) int32: points per voxel
     order: torch.Tensor  # (P,) int32: points by voxel, then by index; dropped ones last
     starts: torch.Tensor  # (V + 1,) int32: voxel v holds order[starts[v]:starts[v + 1]]
     has_long: torch.Tensor  # bool, on the CPU: some voxel is so full that several thread groups share it
-
-    @property
-    def counts(self) -> torch.Tensor:
-        """(V,) int32: points per voxel."""
-        return self.starts[1:] - self.starts[:-1]
 
 
 @fake('point_groups')
@@ -41,6 +37,7 @@ def _(coords):
     return (
         coords.new_empty((voxels, coords.shape[1])),
         coords.new_empty((points,), dtype=torch.int32),
+        coords.new_empty((voxels,), dtype=torch.int32),
         coords.new_empty((points,), dtype=torch.int32),
         coords.new_empty((voxels + 1,), dtype=torch.int32),
         torch.empty((), dtype=torch.bool, device='cpu'),
@@ -56,23 +53,6 @@ def _(feats, point2voxel, order, starts, has_long, reduce):
 @fake('group_reduce_backward')
 def _(grad, point2voxel, starts, arg, reduce):
     return grad.new_empty((point2voxel.shape[0], grad.shape[1]))
-
-
-def _setup_context(ctx, inputs, output):
-    _, point2voxel, _, starts, _, ctx.reduce = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(point2voxel, starts, output[1])
-
-
-def _backward(ctx, grad, _):
-    if grad is None:
-        return (None,) * 6
-    point2voxel, starts, arg = ctx.saved_tensors
-    return (torch.ops.mmdet3d_ext.group_reduce_backward(grad, point2voxel, starts, arg, ctx.reduce),) + (None,) * 5
-
-
-autograd('group_reduce', _backward, _setup_context)
 
 
 def group_points(coords: torch.Tensor) -> PointGroups:
@@ -105,21 +85,19 @@ def reduce_points(feats: torch.Tensor, groups: PointGroups, reduce: str = 'mean'
     Raises:
         ValueError: for a wrong shape, type or reduction.
     """
-    op = 'dynamic_point_to_voxel'
+    code = _check_feats('reduce_points', feats, groups.order, reduce)
+    return torch.ops.mmdet3d_ext.group_reduce(feats, groups.point2voxel, groups.order, groups.starts, groups.has_long, code)[0]
+
+
+def _check_feats(op: str, feats: torch.Tensor, coords: torch.Tensor, reduce: str) -> int:
+    """The number of the reduction, once the features fit the points."""
     check_tensor(feats, op, 'feats', '(P, C)', 2)
     check(reduce in REDUCTIONS, op, 'reduce', f'one of {REDUCTIONS}', repr(reduce))
     check(feats.is_floating_point(), op, 'feats', 'floating', feats.dtype)
-    check(
-        feats.shape[0] == groups.order.shape[0],
-        op,
-        'feats',
-        f'of as many points as coords ({groups.order.shape[0]})',
-        feats.shape[0],
-    )
-    check_same_device(op, coords=groups.order, feats=feats)
-    return torch.ops.mmdet3d_ext.group_reduce(
-        feats, groups.point2voxel, groups.order, groups.starts, groups.has_long, REDUCTIONS.index(reduce)
-    )[0]
+    points = coords.shape[0]
+    check(feats.shape[0] == points, op, 'feats', f'of as many points as coords ({points})', feats.shape[0])
+    check_same_device(op, coords=coords, feats=feats)
+    return REDUCTIONS.index(reduce)
 
 
 def dynamic_point_to_voxel(
@@ -139,11 +117,12 @@ def dynamic_point_to_voxel(
     Raises:
         ValueError: for a wrong shape, type or reduction.
     """
-    check_tensor(coords, 'dynamic_point_to_voxel', 'coords', '(P, 3) or (P, 4)', 2)
-    check(coords.shape[1] in (3, 4), 'dynamic_point_to_voxel', 'coords', '(P, 3) or (P, 4)', f'shape {tuple(coords.shape)}')
-    check(reduce in REDUCTIONS, 'dynamic_point_to_voxel', 'reduce', f'one of {REDUCTIONS}', repr(reduce))
-    groups = group_points(coords)
-    return reduce_points(feats, groups, reduce), groups.voxel_coords, groups.point2voxel, groups.counts
+    op = 'dynamic_point_to_voxel'
+    check_tensor(coords, op, 'coords', '(P, 3) or (P, 4)', 2)
+    check(coords.shape[1] in (3, 4), op, 'coords', '(P, 3) or (P, 4)', f'shape {tuple(coords.shape)}')
+    check(coords.dtype in (torch.int32, torch.int64), op, 'coords', 'int32 or int64', coords.dtype)
+    require(coords)
+    return torch.ops.mmdet3d_ext.dynamic_point_to_voxel(feats, coords, _check_feats(op, feats, coords, reduce))
 
 
 class DynamicScatter(nn.Module):

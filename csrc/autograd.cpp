@@ -1,0 +1,143 @@
+// Derivatives, registered in C++: a Python backward would hold up the autograd thread for longer than most kernels run.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <tuple>
+#include <vector>
+
+namespace mmdet3d_ext {
+namespace {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// The operator of this name with the signature F, looked up once.
+template <typename F>
+c10::TypedOperatorHandle<F> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
+}
+
+Tensor group_reduce_backward(const Tensor& grad, const Tensor& point2voxel, const Tensor& starts, const Tensor& arg, int64_t reduce) {
+  static const auto op =
+      find<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t)>("mmdet3d_ext::group_reduce_backward");
+  return op.call(grad, point2voxel, starts, arg, reduce);
+}
+
+std::tuple<Tensor, Tensor> group_reduce(const Tensor& feats, const Tensor& point2voxel, const Tensor& order, const Tensor& starts,
+                                        const Tensor& has_long, int64_t reduce) {
+  static const auto op = find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t)>(
+      "mmdet3d_ext::group_reduce");
+  return op.call(feats, point2voxel, order, starts, has_long, reduce);
+}
+
+struct GroupReduce : torch::autograd::Function<GroupReduce> {
+  static variable_list forward(AutogradContext* context, const Tensor& feats, const Tensor& point2voxel, const Tensor& order,
+                               const Tensor& starts, const Tensor& has_long, int64_t reduce) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [out, arg] = group_reduce(feats, point2voxel, order, starts, has_long, reduce);
+    context->mark_non_differentiable({arg});
+    context->set_materialize_grads(false);
+    // Neither the features nor the result: what they hold is not needed again.
+    context->save_for_backward({point2voxel, starts, arg});
+    context->saved_data["reduce"] = reduce;
+    return {out, arg};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    variable_list result(6);
+    if (!grads[0].defined()) return result;
+    const variable_list saved = context->get_saved_variables();
+    result[0] = group_reduce_backward(grads[0], saved[0], saved[1], saved[2], context->saved_data["reduce"].toInt());
+    return result;
+  }
+};
+
+std::tuple<Tensor, Tensor> group_reduce_autograd(const Tensor& feats, const Tensor& point2voxel, const Tensor& order, const Tensor& starts,
+                                                 const Tensor& has_long, int64_t reduce) {
+  const variable_list out = GroupReduce::apply(feats, point2voxel, order, starts, has_long, reduce);
+  return {out[0], out[1]};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> dynamic_point_to_voxel(const Tensor& feats, const Tensor& coords, int64_t reduce) {
+  static const auto groups =
+      find<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor&)>("mmdet3d_ext::point_groups");
+  auto [voxel_coords, point2voxel, counts, order, starts, has_long] = groups.call(coords);
+  return {std::get<0>(group_reduce(feats, point2voxel, order, starts, has_long, reduce)), voxel_coords, point2voxel, counts};
+}
+
+Tensor lift_splat(const Tensor& depth, const Tensor& context, const Tensor& cell, const Tensor& order, const Tensor& sorted_key,
+                  const Tensor& tile_starts, at::IntArrayRef cells) {
+  static const auto op =
+      find<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, at::IntArrayRef)>(
+          "mmdet3d_ext::lift_splat");
+  return op.call(depth, context, cell, order, sorted_key, tile_starts, cells);
+}
+
+struct LiftSplat : torch::autograd::Function<LiftSplat> {
+  static Tensor forward(AutogradContext* context, const Tensor& depth, const Tensor& features, const Tensor& cell, const Tensor& order,
+                        const Tensor& sorted_key, const Tensor& tile_starts, std::vector<int64_t> cells) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    context->save_for_backward({depth, features, cell});
+    context->saved_data["cells"] = cells;
+    return lift_splat(depth, features, cell, order, sorted_key, tile_starts, cells);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    static const auto op =
+        find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, at::IntArrayRef)>(
+            "mmdet3d_ext::lift_splat_backward");
+    const variable_list saved = context->get_saved_variables();
+    const std::vector<int64_t> cells = context->saved_data["cells"].toIntVector();
+    variable_list result(7);
+    std::tie(result[0], result[1]) = op.call(grads[0], saved[0], saved[1], saved[2], cells);
+    return result;
+  }
+};
+
+Tensor lift_splat_autograd(const Tensor& depth, const Tensor& context, const Tensor& cell, const Tensor& order, const Tensor& sorted_key,
+                           const Tensor& tile_starts, at::IntArrayRef cells) {
+  return LiftSplat::apply(depth, context, cell, order, sorted_key, tile_starts, cells.vec());
+}
+
+Tensor bev_pool(const Tensor& feats, const Tensor& cell, const Tensor& order, const Tensor& sorted_key, const Tensor& tile_starts,
+                int64_t batch, at::IntArrayRef cells) {
+  static const auto op =
+      find<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t, at::IntArrayRef)>("mmdet3d_ext::bev_pool");
+  return op.call(feats, cell, order, sorted_key, tile_starts, batch, cells);
+}
+
+struct BevPool : torch::autograd::Function<BevPool> {
+  static Tensor forward(AutogradContext* context, const Tensor& feats, const Tensor& cell, const Tensor& order, const Tensor& sorted_key,
+                        const Tensor& tile_starts, int64_t batch, std::vector<int64_t> cells) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    context->save_for_backward({cell});
+    context->saved_data["cells"] = cells;
+    return bev_pool(feats, cell, order, sorted_key, tile_starts, batch, cells);
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    static const auto op = find<Tensor(const Tensor&, const Tensor&, at::IntArrayRef)>("mmdet3d_ext::bev_pool_backward");
+    const std::vector<int64_t> cells = context->saved_data["cells"].toIntVector();
+    variable_list result(7);
+    result[0] = op.call(grads[0], context->get_saved_variables()[0], cells);
+    return result;
+  }
+};
+
+Tensor bev_pool_autograd(const Tensor& feats, const Tensor& cell, const Tensor& order, const Tensor& sorted_key, const Tensor& tile_starts,
+                         int64_t batch, at::IntArrayRef cells) {
+  return BevPool::apply(feats, cell, order, sorted_key, tile_starts, batch, cells.vec());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(mmdet3d_ext, Autograd, m) {
+  m.impl("group_reduce", &group_reduce_autograd);
+  m.impl("lift_splat", &lift_splat_autograd);
+  m.impl("bev_pool", &bev_pool_autograd);
+}
+
+TORCH_LIBRARY_IMPL(mmdet3d_ext, CompositeImplicitAutograd, m) { m.impl("dynamic_point_to_voxel", &dynamic_point_to_voxel); }
+
+}  // namespace mmdet3d_ext

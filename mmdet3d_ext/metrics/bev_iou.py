@@ -188,7 +188,7 @@ class BevMapIoU:
     def _scores(self, prefix: str, counts: torch.Tensor) -> Dict[str, float]:
         tp, fp, fn = counts.unbind(-1)
         # float32 as in the reference would lose single cells from 2^24 on.
-        iou = tp.double() / (tp + fp + fn + _EPS).double()
+        iou = tp.double() / ((tp + fp + fn).double() + _EPS)
         if self.compat != 'reference':
             iou[(tp + fn)[:, 0] == 0] = math.nan
         out: Dict[str, float] = {}

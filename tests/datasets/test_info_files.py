@@ -25,8 +25,8 @@ def boxes(n, seed=0):
 
 def info(token='a', timestamp=1, n=6, convention='new', **extra):
     gt = boxes(n)
-    return {'token': token, 'timestamp': timestamp, 'gt_boxes': gt if convention == 'new' else info_files.old_from_new_boxes(gt),
-            'gt_names': np.array(['car'] * n, dtype=np.str_), **extra}
+    gt = gt if convention == 'new' else info_files.old_from_new_boxes(gt)
+    return {'token': token, 'timestamp': timestamp, 'gt_boxes': gt, 'gt_names': np.array(['car'] * n, dtype=np.str_), **extra}
 
 
 def write(path, infos, metadata=None):
@@ -48,8 +48,8 @@ class Subtle:
         return getattr, (np.ndarray, 'tofile')
 
 
-@pytest.mark.parametrize('payload, name', [(Attack(), 'posix.system'), (Subtle(), 'builtins.getattr'), (print, 'builtins.print'),
-                                           (np.random.RandomState(0), 'numpy.random')])
+@pytest.mark.parametrize('payload, name', [(Attack(), 'posix.system'), (Subtle(), 'builtins.getattr'),
+                                           (print, 'builtins.print'), (np.random.RandomState(0), 'numpy.random')])
 def test_pickle_that_could_run_code_is_refused_and_names_the_global(tmp_path, payload, name):
     path = tmp_path / 'bad_infos_val.pkl'
     path.write_bytes(pickle.dumps({'infos': [{'token': payload}], 'metadata': {}}))
@@ -60,9 +60,9 @@ def test_pickle_that_could_run_code_is_refused_and_names_the_global(tmp_path, pa
 
 @pytest.mark.parametrize('protocol', range(6))
 def test_plain_and_numpy_values_survive_every_protocol(tmp_path, protocol):
-    value = {'a': np.arange(6.0).reshape(2, 3)[:, ::-1], 'b': np.float32(2.5), 'c': np.array(['car', 'trück']), 'd': b'\xff\x00',
-             'e': {1, 2}, 'f': OrderedDict(x=[None, True, 1 + 2j]), 'g': np.array([], dtype=bool), 'h': np.bool_(True),
-             'i': np.array([1, 'x', None], dtype=object)}
+    value = {'a': np.arange(6.0).reshape(2, 3)[:, ::-1], 'b': np.float32(2.5), 'c': np.array(['car', 'trück']),
+             'd': b'\xff\x00', 'e': {1, 2}, 'f': OrderedDict(x=[None, True, 1 + 2j]),
+             'g': np.array([], dtype=bool), 'h': np.bool_(True), 'i': np.array([1, 'x', None], dtype=object)}
     path = tmp_path / 'x.pkl'
     path.write_bytes(pickle.dumps(value, protocol=protocol))
     back = restricted_pickle.load(path)
@@ -169,7 +169,7 @@ def test_contradiction_between_metadata_and_boxes_is_refused(tmp_path):
 ])
 def test_undecidable_file_is_refused_with_the_ways_out(tmp_path, infos):
     path = write(tmp_path / 'x.pkl', infos)
-    with pytest.raises(InfoFileError, match=r'does not say its box convention and it cannot be told .*create_data.py.*box_convention'):
+    with pytest.raises(InfoFileError, match=r'its box convention and it cannot be told .*create_data.py.*box_convention'):
         load_info_file(path)
     loaded = load_info_file(path, box_convention='mmdet3d-1.0')
     assert np.array_equal(loaded.infos[0]['gt_boxes'], infos[0]['gt_boxes'])

@@ -199,7 +199,8 @@ def test_several_processes_give_the_same_files(root, made, tmp_path):
     (lambda root: [p.unlink() for p in (root / 'samples' / 'LIDAR_TOP').iterdir()], r'no lidar file of any of the 2 scenes'),
     (lambda root: [p.unlink() for p in (root / 'sweeps' / 'LIDAR_TOP').glob('scene-0103*')],
      r'scene scene-0103: files missing .*LIDAR_TOP sweeps: 4 of 6 \(first: sweeps/LIDAR_TOP/scene-0103'),
-    (lambda root: sorted((root / 'samples' / 'CAM_BACK').glob('scene-0061*'))[1].unlink(), r'CAM_BACK: 1 of 3 \(first: samples/'),
+    (lambda root: sorted((root / 'samples' / 'CAM_BACK').glob('scene-0061*'))[1].unlink(),
+     r'CAM_BACK: 1 of 3 \(first: samples/'),
 ])
 def test_what_is_missing_is_named(tmp_path, breakage, message):
     root = tiny.write(tmp_path / 'data')
@@ -243,8 +244,8 @@ def test_command_line(root, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert 'WARNING: maps/expansion missing' in result.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {'mine_infos_train.pkl', 'mine_infos_val.pkl', 'mine_dbinfos_train.pkl',
-                                                          'mine_gt_database'}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        'mine_infos_train.pkl', 'mine_infos_val.pkl', 'mine_dbinfos_train.pkl', 'mine_gt_database'}
 
 
 def test_command_line_failure_is_one_line(tool, tmp_path, capsys):

@@ -148,8 +148,8 @@ def test_unreadable_sample_names_sample_step_and_file(root):
         raise OSError(f'{data["lidar_path"]}: cut off')
 
     dataset = make(root, pipeline=[step])
-    with pytest.raises(SampleError, match=r'sample scene-0061-sample2 \(index 2 of .*infos_train.pkl\), step function: OSError: '
-                                          r'.*LIDAR_TOP.*: cut off'):
+    with pytest.raises(SampleError, match=r'sample scene-0061-sample2 \(index 2 of .*infos_train.pkl\), step function: '
+                                          r'OSError: .*LIDAR_TOP.*: cut off'):
         dataset[2]
 
 
@@ -202,7 +202,8 @@ def test_older_convention_gives_the_same_boxes(root, tmp_path):
     old = NuScenesDataset(str(tmp_path / 'x.pkl'), dataset_root=str(root))
     new = make(root)
     for i in range(3):
-        assert torch.allclose(old.get_ann_info(i)['gt_bboxes_3d'].corners, new.get_ann_info(i)['gt_bboxes_3d'].corners, atol=1e-4)
+        a, b = (dataset.get_ann_info(i)['gt_bboxes_3d'].corners for dataset in (old, new))
+        assert torch.allclose(a, b, atol=1e-4)
 
 
 def test_poses_for_the_metric(root):

@@ -13,7 +13,8 @@ from typing import Dict, List
 import numpy as np
 from pyquaternion import Quaternion
 
-CAMERAS = {'CAM_FRONT': 0, 'CAM_FRONT_RIGHT': -55, 'CAM_FRONT_LEFT': 55, 'CAM_BACK': 180, 'CAM_BACK_LEFT': 110, 'CAM_BACK_RIGHT': -110}
+CAMERAS = {'CAM_FRONT': 0, 'CAM_FRONT_RIGHT': -55, 'CAM_FRONT_LEFT': 55, 'CAM_BACK': 180, 'CAM_BACK_LEFT': 110,
+           'CAM_BACK_RIGHT': -110}
 RADARS = ('RADAR_FRONT', 'RADAR_FRONT_LEFT', 'RADAR_FRONT_RIGHT', 'RADAR_BACK_LEFT', 'RADAR_BACK_RIGHT')
 SPEED = 5.0
 START = np.array([400.0, 1000.0, 0.0])
@@ -63,7 +64,8 @@ def to_lidar(points: np.ndarray, time: float) -> np.ndarray:
 
 
 def write_radar(path: Path) -> None:
-    fields = ('x y z dyn_prop id rcs vx vy vx_comp vy_comp is_quality_valid ambig_state x_rms y_rms invalid_state pdh0 vx_rms vy_rms')
+    fields = ('x y z dyn_prop id rcs vx vy vx_comp vy_comp is_quality_valid ambig_state x_rms y_rms invalid_state pdh0 '
+              'vx_rms vy_rms')
     types = 'F F F I I F F F F F I I I I I I I I'
     sizes = '4 4 4 1 2 4 4 4 4 4 1 1 1 1 1 1 1 1'
     header = (f'# .PCD v0.7 - Point Cloud Data file format\nVERSION 0.7\nFIELDS {fields}\nSIZE {sizes}\nTYPE {types}\n'
@@ -75,15 +77,15 @@ def write_radar(path: Path) -> None:
 def write(root: Path, version: str = 'v1.0-mini') -> Path:
     """Write the folder; returns ``root``."""
     tables: Dict[str, List[dict]] = {name: [] for name in (
-        'attribute', 'calibrated_sensor', 'category', 'ego_pose', 'instance', 'log', 'map', 'sample', 'sample_annotation', 'sample_data',
-        'scene', 'sensor', 'visibility')}
+        'attribute', 'calibrated_sensor', 'category', 'ego_pose', 'instance', 'log', 'map', 'sample', 'sample_annotation',
+        'sample_data', 'scene', 'sensor', 'visibility')}
     for name in sorted({row[2] for row in OBJECTS} - {''}):
         tables['attribute'].append({'token': f'attr-{name}', 'name': name, 'description': ''})
     for name in sorted({row[1] for row in OBJECTS}):
         tables['category'].append({'token': f'cat-{name}', 'name': name, 'description': ''})
     tables['visibility'].append({'token': '4', 'level': 'v80-100', 'description': ''})
     mount = {'LIDAR_TOP': (LIDAR_EGO.tolist(), LIDAR_TURN.elements.tolist(), [])}
-    optical = Quaternion(matrix=np.array([[0, 0, 1], [-1, 0, 0], [0, -1, 0]], dtype=float))  # ego from a camera that looks ahead
+    optical = Quaternion(matrix=np.array([[0, 0, 1], [-1, 0, 0], [0, -1, 0]], dtype=float))  # of a camera that looks ahead
     for name, degrees in CAMERAS.items():
         turned = Quaternion(axis=[0, 0, 1], degrees=degrees) * optical
         mount[name] = ([1.5, 0.1, 1.5], turned.elements.tolist(), [[1266.0, 0, 816.0], [0, 1266.0, 491.0], [0, 0, 1]])
@@ -92,8 +94,8 @@ def write(root: Path, version: str = 'v1.0-mini') -> Path:
     for channel, (translation, rotation, intrinsic) in mount.items():
         kind = {'L': 'lidar', 'C': 'camera', 'R': 'radar'}[channel[0]]
         tables['sensor'].append({'token': f'sensor-{channel}', 'channel': channel, 'modality': kind})
-        tables['calibrated_sensor'].append({'token': f'calib-{channel}', 'sensor_token': f'sensor-{channel}', 'translation': translation,
-                                            'rotation': rotation, 'camera_intrinsic': intrinsic})
+        tables['calibrated_sensor'].append({'token': f'calib-{channel}', 'sensor_token': f'sensor-{channel}',
+                                            'translation': translation, 'rotation': rotation, 'camera_intrinsic': intrinsic})
         for folder in ('samples', 'sweeps'):
             (root / folder / channel).mkdir(parents=True, exist_ok=True)
     (root / 'maps').mkdir(exist_ok=True)
@@ -105,8 +107,10 @@ def write(root: Path, version: str = 'v1.0-mini') -> Path:
     return root
 
 
-def _write_scene(root: Path, tables: Dict[str, List[dict]], number: int, scene: str, location: str, channels: List[str]) -> None:
-    tables['log'].append({'token': f'log{number}', 'logfile': f'n00{number}', 'vehicle': '', 'date_captured': '', 'location': location})
+def _write_scene(root: Path, tables: Dict[str, List[dict]], number: int, scene: str, location: str,
+                 channels: List[str]) -> None:
+    tables['log'].append({'token': f'log{number}', 'logfile': f'n00{number}', 'vehicle': '', 'date_captured': '',
+                          'location': location})
     (root / 'maps' / f'{location}.png').write_bytes(b'')  # the devkit only looks whether it is there
     tables['map'].append({'token': f'map{number}', 'log_tokens': [f'log{number}'], 'category': 'semantic_prior',
                           'filename': f'maps/{location}.png'})
@@ -117,21 +121,20 @@ def _write_scene(root: Path, tables: Dict[str, List[dict]], number: int, scene: 
     for i, token in enumerate(samples):
         tables['sample'].append({'token': token, 'timestamp': epoch + int(i * STEP * 1e6), 'scene_token': f'{scene}-token',
                                  'prev': samples[i - 1] if i else '', 'next': samples[i + 1] if i + 1 < SAMPLES else ''})
-        for j, row in enumerate(OBJECTS):
-            keep = [k for k in range(SAMPLES)]
+        for row in OBJECTS:
             turn = Quaternion(axis=[0, 0, 1], degrees=row[6])
             name = f'{scene}-{row[0]}-{{}}'
             tables['sample_annotation'].append({
                 'token': name.format(i), 'sample_token': token, 'instance_token': f'{scene}-{row[0]}', 'visibility_token': '4',
                 'attribute_tokens': [f'attr-{row[2]}'] if row[2] else [], 'translation': object_centre(row, i * STEP).tolist(),
                 'size': list(row[5]), 'rotation': turn.elements.tolist(), 'prev': name.format(i - 1) if i else '',
-                'next': name.format(i + 1) if i + 1 < len(keep) else '',
+                'next': name.format(i + 1) if i + 1 < SAMPLES else '',
                 # one object without any return: not valid
                 'num_lidar_pts': 0 if row[0] == 'cone' and i == 1 else 60, 'num_radar_pts': 0})
             if i == 0:
-                tables['instance'].append({'token': f'{scene}-{row[0]}', 'category_token': f'cat-{row[1]}', 'nbr_annotations': SAMPLES,
-                                           'first_annotation_token': name.format(0), 'last_annotation_token': name.format(SAMPLES - 1)})
-            del j
+                tables['instance'].append({'token': f'{scene}-{row[0]}', 'category_token': f'cat-{row[1]}',
+                                           'nbr_annotations': SAMPLES, 'first_annotation_token': name.format(0),
+                                           'last_annotation_token': name.format(SAMPLES - 1)})
     for channel in channels:
         kind = {'L': 'lidar', 'C': 'camera', 'R': 'radar'}[channel[0]]
         suffix = {'lidar': '.pcd.bin', 'camera': '.jpg', 'radar': '.pcd'}[kind]
@@ -150,8 +153,9 @@ def _write_scene(root: Path, tables: Dict[str, List[dict]], number: int, scene: 
                                        'translation': car_pose(time + offset).tolist()})
             tables['sample_data'].append({
                 'token': tokens[k], 'sample_token': f'{scene}-sample{i}', 'ego_pose_token': pose,
-                'calibrated_sensor_token': f'calib-{channel}', 'timestamp': stamp, 'fileformat': suffix[1:], 'is_key_frame': key,
-                'height': 900 if kind == 'camera' else 0, 'width': 1600 if kind == 'camera' else 0, 'filename': file,
+                'calibrated_sensor_token': f'calib-{channel}', 'timestamp': stamp, 'fileformat': suffix[1:],
+                'is_key_frame': key, 'height': 900 if kind == 'camera' else 0,
+                'width': 1600 if kind == 'camera' else 0, 'filename': file,
                 'prev': tokens[k - 1] if k else '', 'next': tokens[k + 1] if k + 1 < len(times) else ''})
             if kind == 'lidar':
                 lidar_points(time).tofile(root / file)

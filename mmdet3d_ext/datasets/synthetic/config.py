@@ -9,7 +9,7 @@ from typing import Dict, List, Tuple
 from . import schema
 
 # Raised whenever the same options give other bytes, so that a half-written older folder is not continued.
-FORMAT = 3
+FORMAT = 4
 
 
 SPLITS = {'v1.0-mini': ('mini_train', 'mini_val'), 'v1.0-trainval': ('train', 'val')}
@@ -95,7 +95,7 @@ class GeneratorConfig:
 
 
 PRESETS: Dict[str, GeneratorConfig] = {
-    # What the real mini set holds: 10 scenes of 40 key frames, full-size sensors (about an hour on two cores).
+    # What the real mini set holds: 10 scenes of 40 key frames, full-size sensors (about half an hour on two cores).
     'mini': GeneratorConfig(),
     # Enough for a tiny model to learn from, in about two minutes on two cores.
     'demo': GeneratorConfig(samples_per_scene=20, sweeps=1, radar_sweeps=0, image_size=(480, 270),

@@ -110,6 +110,8 @@ def simulate(drivers: List[Driver], signals: Signals, start: float, end: float,
     ahead = np.arange(0.0, LOOK_AHEAD, 1.0)
     fixed = np.zeros((0, 2)) if obstacles is None else np.asarray(obstacles, float).reshape(-1, 2)
     half = np.array([d.length / 2 for d in drivers])
+    # How far beside the path something must stand not to be in the way: others have a width, obstacles are narrow.
+    margin = np.concatenate([np.full(len(drivers), 1.0), np.full(len(fixed), 0.4)])
     for time in times:
         for d in drivers:
             d.history.append(d.s)
@@ -125,7 +127,7 @@ def simulate(drivers: List[Driver], signals: Signals, start: float, end: float,
             index = np.flatnonzero(near)
             if len(index):
                 distance = np.hypot(path[None, :, 0] - targets[index, None, 0], path[None, :, 1] - targets[index, None, 1])
-                hit = distance < d.width / 2 + 1.0
+                hit = distance < d.width / 2 + margin[index, None]
                 blocked = hit.any(axis=1)
                 if blocked.any():
                     first = np.where(blocked, hit.argmax(axis=1), 10 ** 6) - reach[index]

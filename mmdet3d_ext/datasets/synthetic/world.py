@@ -63,7 +63,7 @@ class Scene:
         network = city.network
         lanes = [lane for lane in network.lanes if lane.road is not None]
         start_lane = lanes[int(rng.integers(len(lanes)))]
-        cruise = float(rng.uniform(6.0, 9.0))
+        cruise = float(rng.uniform(7.0, 11.0))
         begin = float(rng.uniform(6.0, 0.25 * start_lane.line.length))
         route = make_route(network, start_lane.index, begin, cruise * (self.duration + WARM_UP) + 60.0, rng, straight=0.5)
         self.ego = Driver(route, EGO_CENTRE, cruise * 0.8, cruise, *EGO_SIZE)
@@ -76,7 +76,7 @@ class Scene:
         placer.carparks()
         resting = placer.actors
         drivers, kinds = self._traffic(placer, start_lane.index, rng, config.density)
-        green = {node: road for s, node, road in route.stops if rng.random() < 0.8}
+        green = {node: road for s, node, road in route.stops if rng.random() < 0.9}
         signals = Signals(network, {light.node for light in city.lights}, rng, green)
         blocking = [actor.place[:2] for actor in sites]
         self.times = simulate([self.ego, *drivers], signals, -WARM_UP, self.duration + 0.2, np.array(blocking))

@@ -8,6 +8,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 import numpy as np
 import torch
 
+from .. import registry
 from . import restricted_pickle
 from .gt_database import POINT_COLUMNS, entry_convention
 from .info_files import InfoFileError
@@ -69,15 +70,14 @@ class DataBaseSampler:
         self.data_root = data_root if data_root is not None else dataset_root
         self.rate = float(rate)
         self.classes = tuple(classes)
-        self.compat = compat
+        self.compat = compat if compat is not None else registry._PROFILE.get()  # built by a step, not by a registry
         self.sample_groups = {name: int(count) for name, count in (sample_groups or {}).items()}
         for name in self.sample_groups:
             if name not in self.classes:
                 raise ValueError(f'db_sampler: sample_groups names {name!r}, which is not among the classes {self.classes}')
         self.points_loader = None
         if points_loader is not None:
-            from ..registry import PIPELINES
-            self.points_loader = PIPELINES.build(points_loader)
+            self.points_loader = registry.PIPELINES.build(points_loader)
         self.db_infos = _prepared(_load_entries(info_path), dict(prepare or {}), info_path)
         for name in self.sample_groups:
             if not self.db_infos.get(name):

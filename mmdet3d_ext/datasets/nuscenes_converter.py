@@ -6,7 +6,7 @@ Each info (one key frame) holds:
 ``lidar2ego_translation/rotation``, ``ego2global_translation/rotation`` (metres; quaternion w, x, y, z),
 ``sweeps`` (newest first, without the key frame), ``cams`` (six, fixed order, each with ``cam_intrinsic`` 3x3),
 ``radars`` (five; a list of sweeps each, newest first, the key frame's own first), and for annotated splits
-``gt_boxes`` (n, 7) ``gt_names`` ``gt_categories`` ``gt_velocity`` (n, 2; NaN = unknown) ``num_lidar_pts num_radar_pts
+``gt_boxes`` (n, 7) ``gt_names`` ``gt_categories`` (a list) ``gt_velocity`` (n, 2; NaN = unknown) ``num_lidar_pts num_radar_pts
 valid_flag``.
 
 A sensor entry holds ``data_path, type, sample_data_token, timestamp, sensor2ego_*``, ``ego2global_*`` (at the sensor's own
@@ -19,6 +19,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence
@@ -298,7 +299,7 @@ def _annotations(nusc: Any, sample: Mapping[str, Any], lidar_from_global: np.nda
     return {
         'gt_boxes': boxes,
         'gt_names': np.array([CATEGORY_TO_CLASS.get(name, name) for name in categories], dtype=np.str_),
-        'gt_categories': np.array(categories, dtype=np.str_),
+        'gt_categories': [sys.intern(name) for name in categories],  # a file stores each name once
         'gt_velocity': velocity,
         'num_lidar_pts': lidar_points,
         'num_radar_pts': radar_points,

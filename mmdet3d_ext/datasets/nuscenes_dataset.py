@@ -96,7 +96,8 @@ class NuScenesDataset(Dataset):
         self.version = loaded.metadata.get('version', 'v1.0-trainval')
         self._check_infos(infos)
         paths = _PathResolver(self.dataset_root, Path(ann_file).parent, data_prefix, infos)
-        infos = [paths.resolve(info) for info in infos]
+        unused = [key for key, use in (('radars', 'use_radar'), ('cams', 'use_camera')) if not self.modality[use]]
+        infos = [paths.resolve({key: value for key, value in info.items() if key not in unused}) for info in infos]
         if infos and self.modality['use_lidar'] and not os.path.exists(infos[0]['lidar_path']):
             raise FileNotFoundError(f'NuScenesDataset: {infos[0]["lidar_path"]!r}, the first point cloud of {ann_file}, does '
                                     f'not exist; correct dataset_root (now {self.dataset_root!r})')

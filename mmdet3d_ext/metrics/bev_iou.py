@@ -33,7 +33,8 @@ class BevMapIoU:
     are area-averaged: a reference cell gets the mean of the native cells weighted by the area they share (for 0.25 m cells, the
     mean of four). A reference label is true where at least half of the cell's area is. That keeps sizes: a divider drawn
     1.0 m wide stays two cells wide, as in labels drawn at 0.5 m, whereas "any part of the cell" would widen every shape by up
-    to a cell per side and so raise the score of blurred predictions. A native grid of 0.5 m cells is taken over unchanged.
+    to a cell per side and so raise the score of blurred predictions. A native grid of 0.5 m cells is taken
+    over unchanged; a coarser cell is divided, which adds no information: labels are then coarser than published ones.
 
     A class that never occurs in the ground truth has no score: its values are NaN, it is left out of the mean, and
     :meth:`notes` says so. With ``compat='reference'`` it counts as 0.

@@ -237,3 +237,12 @@ def test_object_paste_step_takes_it(tmp_path):
     out = step(data)
     assert out['gt_labels_3d'].tolist() == [1, 0, 0, 0] and out['gt_bboxes_3d'].tensor.shape == (4, 9)
     assert len(out['points']) > 2
+
+
+def test_profile_reaches_a_sampler_that_a_step_builds(tmp_path):
+    from mmdet3d_ext.registry import PIPELINES, profile
+    database(tmp_path)
+    cfg = dict(type='ObjectPaste', db_sampler=dict(info_path=str(tmp_path / 'x_dbinfos_train.pkl'), classes=list(CLASSES)))
+    with profile('reference'):
+        assert PIPELINES.build(cfg).db_sampler.compat == 'reference'
+    assert PIPELINES.build(cfg).db_sampler.compat is None

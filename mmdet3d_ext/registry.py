@@ -30,6 +30,31 @@ from mmcv.utils import Registry  # noqa: E402
 _PROFILE: contextvars.ContextVar[Optional[str]] = contextvars.ContextVar('compat_profile', default=None)
 PROFILES = (None, 'reference')
 
+_OWN = 'not part of this project; register your own class with mmdet3d_ext.registry, or use '
+# Types of the reference and of mmdet3d's BEVFusion project that have another name or no meaning here.
+REPLACED = {
+    'DLA': _OWN + 'ResNet or SwinTransformer', 'VoVNet': _OWN + 'ResNet or SwinTransformer',
+    'DetectronFPN': _OWN + 'GeneralizedLSSFPN',
+    'BEVFusionSparseEncoder': 'called SparseEncoder here', 'BEVFusionHead': 'called TransFusionHead here',
+    'Det3DDataPreprocessor': 'voxels are made by model.encoders.<sensor>.voxelize, images normalised by ImageNormalize',
+    'BEVLoadMultiViewImageFromFiles': 'called LoadMultiViewImageFromFiles here',
+    'BEVFusionGlobalRotScaleTrans': 'called GlobalRotScaleTrans here', 'BEVFusionRandomFlip3D': 'called RandomFlip3D here',
+    'Pack3DDetInputs': 'write DefaultFormatBundle3D, then Collect3D',
+    'NormalizeMultiviewImage': 'write ImageNormalize (mean and std of images in [0, 1])',
+    'PadMultiViewImage': 'leave it out, final_dim of ImageAug3D is the size of all images',
+    'ImagePad': 'leave it out, final_dim of ImageAug3D is the size of all images',
+    'PhotoMetricDistortionMultiViewImage': 'there is no colour augmentation; leave it out',
+    'ImageDistort': 'there is no colour augmentation; leave it out',
+    'NormalizePointFeatures': 'leave it out, no model here is trained on such points',
+    'FrameDropout': 'leave it out, or lower sweeps_num of LoadPointsFromMultiSweeps',
+}
+# (type, argument) -> what to write instead.
+REPLACED_ARGUMENTS = {
+    ('TransFusionHead', 'loss_iou'): 'it was never used; leave it out',
+    **{(head, name): 'weighting by data equity is not implemented; leave it out'
+       for head in ('CenterHead', 'TransFusionHead') for name in ('dequity_eta', 'dequity_gamma')},
+}
+
 
 class LayeredRegistry:
     """Own names first, then each of ``fallbacks`` in order.
@@ -91,6 +116,8 @@ class LayeredRegistry:
         args = dict(cfg)
         kind = args.pop('type')
         cls = kind if inspect.isclass(kind) else self.get(kind)
+        if cls is None and kind in REPLACED:
+            raise KeyError(f'{self.name} type {kind!r}: {REPLACED[kind]}')
         if cls is None:
             near = difflib.get_close_matches(str(kind), self.names(), n=1)
             hint = f'; did you mean {near[0]!r}?' if near else ''
@@ -102,6 +129,8 @@ class LayeredRegistry:
             args.setdefault('compat', _PROFILE.get())
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             for key in args:
+                if (cls.__name__, key) in REPLACED_ARGUMENTS:
+                    raise TypeError(f'{self.name} {cls.__name__}: {key!r}: {REPLACED_ARGUMENTS[cls.__name__, key]}')
                 if key not in parameters:
                     near = difflib.get_close_matches(key, [p for p in parameters if p != 'self'], n=1)
                     hint = f'; did you mean {near[0]!r}?' if near else ''

@@ -1,9 +1,9 @@
 """The layered registries: own names first, mmdet3d's kept, errors that name the nearest name."""
 import mmdet3d.models.builder as mmdet3d_models
 import pytest
+from mmcv.utils import Registry
 
 from mmdet3d_ext.registry import MODELS, LayeredRegistry, profile
-from mmcv.utils import Registry
 
 
 @pytest.fixture
@@ -74,3 +74,26 @@ def test_registering_a_name_twice_is_refused(layered):
     registry, *_ = layered
     with pytest.raises(KeyError, match='registered twice'):
         registry.register_module(name='Shared')(type('Other', (), {}))
+
+
+@pytest.mark.parametrize('kind, answer', [('VoVNet', 'use ResNet or SwinTransformer'),
+                                          ('BEVFusionSparseEncoder', 'called SparseEncoder here')])
+def test_a_renamed_or_missing_type_names_its_replacement(kind, answer):
+    with pytest.raises(KeyError, match=f"model type '{kind}': .*{answer}"):
+        MODELS.build({'type': kind})
+
+
+def test_replacements_exist_and_replace_nothing_that_is_there():
+    from mmdet3d_ext.registry import PIPELINES, REPLACED, REPLACED_ARGUMENTS
+    for kind, answer in REPLACED.items():
+        assert MODELS.get(kind) is None and PIPELINES.get(kind) is None, kind
+        if answer.startswith('called '):
+            name = answer.split()[1]
+            assert MODELS.get(name) or PIPELINES.get(name), name
+    for kind, _ in REPLACED_ARGUMENTS:
+        assert MODELS.get(kind)
+
+
+def test_an_argument_without_meaning_is_named():
+    with pytest.raises(TypeError, match="CenterHead: 'dequity_eta': .*leave it out"):
+        MODELS.build({'type': 'CenterHead', 'dequity_eta': 0.3})

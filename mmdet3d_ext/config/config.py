@@ -8,8 +8,8 @@ import os
 import warnings
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
+from . import dialect, schema
 from . import overrides as override_rules
-from . import schema
 from .errors import COMMAND_LINE, ConfigError, Path, Source, display, dotted, hint
 from .expressions import FROM, Resolver, names_in
 from .yaml_source import dump_yaml, load_yaml
@@ -142,7 +142,8 @@ def load_config(path: str, overrides: Optional[Iterable[str]] = None, allow_new:
     absolute name give the same result. A mapping is merged into a mapping key by key; anything else (list, null,
     scalar) replaces. A mapping is also merged into the mapping that an inherited ``${...}`` gives, unless it names the one it
     begins with itself (``_from: "${...}"``). ``overrides`` come next, and expressions are evaluated last. What stands under
-    ``templates`` is only there to be referred to and left out of the result.
+    ``templates`` is only there to be referred to and left out of the result. Values that the reference means differently
+    are named in a warning (:mod:`.dialect`).
 
     Args:
         path: the YAML file.
@@ -163,7 +164,9 @@ def load_config(path: str, overrides: Optional[Iterable[str]] = None, allow_new:
         _merge(tree, data, sources, lines, ())
     _refuse_unknown_roots(tree, sources)
     _apply_overrides(tree, sources, list(overrides or ()), allow_new)
-    return Config(_resolver(tree, sources).resolve(without=(TEMPLATES,)), (), leaf, files, sources)
+    cfg = Config(_resolver(tree, sources).resolve(without=(TEMPLATES,)), (), leaf, files, sources)
+    dialect.translate(cfg)
+    return cfg
 
 
 def inheritance(leaf: str) -> List[str]:
@@ -328,8 +331,9 @@ def _resolver(tree: Mapping[str, Any], sources: Mapping[Path, Source]) -> Resolv
 # ---- helpers -------------------------------------------------------------------------------------------------------------
 def _find_source(sources: Mapping[Path, Source], path: Path) -> Optional[Source]:
     while path:
-        if path in sources:
-            return sources[path]
+        for place in (path, (*path[:-1], FROM)):  # not written here: from what the mapping begins with, if with anything
+            if place in sources:
+                return sources[place]
         path = path[:-1]
     return None
 

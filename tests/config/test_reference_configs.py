@@ -15,7 +15,7 @@ from mmdet3d_ext.models.builder import build_model
 
 DET, SEG = 'nuscenes/det/', 'nuscenes/seg/'
 CENTER, FUSION = DET + 'centerhead/lssfpn/', DET + 'transfusion/secfpn/'
-# Path below configs/, as the keys of state_dicts.json: sensors, finest BEV step in metres and cells of the trunk.
+# Path below configs/, as the keys of state_dicts.json: sensors, and cells of the trunk along x.
 MODELS = {
     CENTER + 'camera+radar/resnet50/default.yaml': ('camera radar', 128),
     CENTER + 'camera+radar/resnet50/dlss.yaml': ('camera radar', 128),
@@ -33,6 +33,7 @@ MODELS = {
     SEG + 'lidar-centerpoint-bev128.yaml': ('lidar', 128),
 }
 TEMPLATES = (FUSION + 'camera+lidar/swint_v0p075/default.yaml', FUSION + 'lidar/default.yaml')  # no fuser; no encoder
+JOINT = 'nuscenes/multitask/phase3_400.yaml'
 RUNNABLE = [name for name in MODELS if name not in TEMPLATES]
 WITH_DEPTH = (CENTER + 'camera+radar/resnet50/dlss.yaml', CENTER + 'camera/256x704/resnet/bevdepth.yaml')
 
@@ -87,9 +88,10 @@ def test_sensors_and_labels_of_a_recipe(name):
         assert (step(pipeline, 'GTDepth') is not None) == depth
         assert (step(pipeline, 'LoadRadarPointsMultiSweeps') is not None) == ('radar' in sensors)
         assert ('radar' in step(pipeline, 'Collect3D')['keys']) == ('radar' in sensors)
-        assert (step(pipeline, 'LoadBEVSegmentation') is not None) == ('map' in cfg.model.heads and bool(cfg.model.heads.map))
+        assert (step(pipeline, 'LoadBEVSegmentation') is not None) == bool(cfg.model.heads.get('map'))
         paste = step(pipeline, 'ObjectPaste')
-        assert (paste is not None) == (training and modality == {'lidar'} and name.startswith(DET)), 'images are not pasted into'
+        pastes = training and modality == {'lidar'} and name.startswith(DET)  # images are not pasted into
+        assert (paste is not None) == pastes
         if paste is not None:
             assert paste['stop_epoch'] == 15 and set(paste['db_sampler']['sample_groups']) == set(cfg.object_classes)
 
@@ -173,9 +175,10 @@ def data_root(synthetic_root, tmp_path_factory):
 
 def small(name, root):
     """The configuration in a scene of 16 x 16 (20 x 20) trunk cells and with images of 64 x 160 pixels."""
-    half = 6.4 if MODELS[name][1] == 128 else 6.0
-    return load(name, '--dataset_root', f'{root}/', '--image_size', '[64, 160]', '--augment2d.resize', '[[0.5, 0.6], [0.5, 0.5]]',
-                '--point_cloud_range', f'[-{half}, -{half}, -5, {half}, {half}, 3]', '--map_bound', '[[-6, 6, 0.5], [-6, 6, 0.5]]',
+    half = 6.4 if name != JOINT and MODELS[name][1] == 128 else 6.0
+    return load(name, '--dataset_root', f'{root}/', '--image_size', '[64, 160]',
+                '--augment2d.resize', '[[0.5, 0.6], [0.5, 0.5]]', '--map_bound', '[[-6, 6, 0.5], [-6, 6, 0.5]]',
+                '--point_cloud_range', f'[-{half}, -{half}, -5, {half}, {half}, 3]',
                 '--train_dataset.filter_empty_gt', 'false')
 
 
@@ -184,11 +187,12 @@ def samples(dataset_cfg, indices, cameras=2):
     from mmcv.parallel import collate
 
     from mmdet3d_ext.datasets.builder import build_dataset
+    from mmdet3d_ext.datasets.pipelines.formatting import CAMERA_MATRICES
     from mmdet3d_ext.engine.parallel import unpack_batch
     np.random.seed(0)
     dataset = build_dataset(dataset_cfg)
     batch = unpack_batch(collate([dataset.load_sample(i) for i in indices], samples_per_gpu=len(indices)), torch.device('cpu'))
-    for key in ('img', 'depths', 'camera_intrinsics', 'camera2ego', 'lidar2camera', 'camera2lidar', 'lidar2image', 'img_aug_matrix'):
+    for key in ('img', 'depths', *CAMERA_MATRICES):
         if key in batch:
             batch[key] = batch[key][:, :cameras]
     return batch
@@ -202,7 +206,7 @@ def objects(classes):
             'gt_labels_3d': [torch.arange(classes), torch.zeros(0).long()]}
 
 
-@pytest.mark.parametrize('name', RUNNABLE)
+@pytest.mark.parametrize('name', [*RUNNABLE, JOINT])
 def test_a_recipe_trains_and_predicts(name, data_root):
     cfg = small(name, data_root)
     torch.manual_seed(0)
@@ -211,7 +215,8 @@ def test_a_recipe_trains_and_predicts(name, data_root):
     batch = {**samples(plain['train_dataset'], [0, 1]), **objects(len(cfg.object_classes))}
     losses = model(**batch)
     assert ('loss/depth' in losses) == (name in WITH_DEPTH)
-    assert any(key.startswith('loss/object/' if name.startswith(DET) else 'loss/map/') for key in losses)
+    tasks = {task for task, head in plain['model']['heads'].items() if head}
+    assert {key.split('/')[1] for key in losses if key.startswith('loss/')} - {'depth'} == tasks
     assert all(torch.isfinite(value).all() for value in losses.values())
     sum(value for key, value in losses.items() if key.startswith('loss/')).backward()
     for key, parameter in model.named_parameters():
@@ -222,7 +227,7 @@ def test_a_recipe_trains_and_predicts(name, data_root):
     with torch.no_grad():
         outputs = model(**samples(plain['data']['val'], [0]))
     assert len(outputs) == 1
-    if name.startswith(DET):
+    if 'object' in tasks:
         assert len(outputs[0]['boxes_3d']) == len(outputs[0]['scores_3d']) == len(outputs[0]['labels_3d'])
-    else:
+    if 'map' in tasks:
         assert outputs[0]['masks_bev'].shape == (6, 24, 24)

@@ -1,0 +1,119 @@
+"""What the reference's configurations mean differently here: each said in one line with the replacement, and put right where
+only one meaning is possible.
+
+The keys are the reference's, so a tree written for it loads as it is. This module looks at a resolved configuration for values
+that would be accepted and silently mean something else.
+"""
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any, Iterator, List, Mapping, Optional, Set, Tuple
+
+# CenterPoint's radii as the reference writes them: squares of metres.
+SQUARED_RADII = [4, 12, 10, 1, 0.85, 0.175]
+
+
+def translate(cfg: Any) -> None:
+    """Adapt ``cfg`` (a resolved :class:`~.config.Config`) in place, with one warning for each difference."""
+    for check in (_test_mode, _schedules, _radar, _radii, _sweeps, _paste, _jitter):
+        for key, message in check(cfg):
+            # From load_config's caller's point of view: that is who can do something about it.
+            warnings.warn(f'{cfg.where(key)}: {message}', stacklevel=4)
+
+
+Finding = Tuple[str, str]
+
+
+def _test_mode(cfg: Any) -> Iterator[Finding]:
+    """Without it the data set replaces samples without boxes, and sweeps are drawn at random."""
+    for part in ('val', 'test'):
+        data = cfg.select(f'data.{part}')
+        if isinstance(data, Mapping) and data.get('test_mode') is False:
+            data['test_mode'] = True
+            yield f'data.{part}.test_mode', 'is taken as true: evaluation takes every sample once, with its newest sweeps'
+
+
+def _schedules(cfg: Any) -> Iterator[Finding]:
+    """Files merge key by key, so a policy inherits arguments of another one, which mmcv refuses."""
+    for section, hook in (('lr_config', 'LrUpdaterHook'), ('momentum_config', 'MomentumUpdaterHook')):
+        settings = cfg.get(section)
+        if not isinstance(settings, Mapping) or not isinstance(settings.get('policy'), str):
+            continue
+        allowed = _hook_arguments(settings['policy'], hook)
+        own = cfg.source_of(f'{section}.policy')
+        for key in [key for key in settings if allowed is not None and key not in allowed]:
+            if cfg.source_of(f'{section}.{key}') != own:  # in the same file it is a mistake, and mmcv says so
+                where = f'{section}.{key}'
+                yield where, f'belongs to another policy than {settings["policy"]!r} and is left out'
+                del settings[key]
+
+
+def _hook_arguments(policy: str, kind: str) -> Optional[Set[str]]:
+    try:
+        from mmcv.runner import HOOKS
+    except ImportError:
+        return None
+    cls = HOOKS.get((policy.title() if policy == policy.lower() else policy) + kind)
+    if cls is None:
+        return None
+    names = {'policy'}
+    for base in inspect.getmro(cls):
+        if '__init__' in base.__dict__:
+            names |= set(inspect.signature(base.__init__).parameters)
+    return names
+
+
+def _radar(cfg: Any) -> Iterator[Finding]:
+    """The reference reads radar whatever ``input_modality`` says; here that key decides."""
+    if not cfg.select('model.encoders.radar'):
+        return
+    for key in ('data.train.dataset', 'data.train', 'data.val', 'data.test'):
+        data = cfg.select(key)
+        modality = data.get('modality') if isinstance(data, Mapping) else None
+        if isinstance(modality, Mapping) and not modality.get('use_radar') and _step(data, 'LoadRadarPointsMultiSweeps'):
+            modality['use_radar'] = True
+            yield f'{key}.modality', 'is taken with use_radar: true for model.encoders.radar; write it in input_modality'
+
+
+def _radii(cfg: Any) -> Iterator[Finding]:
+    key = 'model.heads.object.test_cfg'
+    test = cfg.select(key)
+    if isinstance(test, Mapping) and test.get('min_radius') == SQUARED_RADII and cfg.get('compat') != 'reference' \
+            and 'circle' in _listed(test.get('nms_type')):
+        metres = [round(value ** 0.5, 3) for value in SQUARED_RADII]
+        yield f'{key}.min_radius', (f'is in metres here, the reference compares squares. Write {metres} for the same '
+                                    'suppression (or compat: reference)')
+
+
+def _sweeps(cfg: Any) -> Iterator[Finding]:
+    """A model that is trained on one density and tested on another one loses accuracy without a word."""
+    found = [step['sweeps_num'] if step else None for step in
+             (_step({'pipeline': cfg.get(name)}, 'LoadPointsFromMultiSweeps') for name in ('train_pipeline', 'test_pipeline'))]
+    if None not in found and found[0] != found[1] and cfg.select('model.encoders.lidar'):
+        yield 'train_pipeline', f'reads {found[0]} LiDAR sweeps, test_pipeline {found[1]}; write the same sweeps_num'
+
+
+def _paste(cfg: Any) -> Iterator[Finding]:
+    step = _step({'pipeline': cfg.get('train_pipeline')}, 'ObjectPaste')
+    stop = step.get('stop_epoch') if step else -1
+    if cfg.select('model.encoders.camera') and (stop is None or stop > 0):
+        yield 'gt_paste_stop_epoch', (f'is {stop}: objects are pasted into points and boxes, and no camera sees them; write -1 '
+                                      'for models with cameras')
+
+
+def _jitter(cfg: Any) -> Iterator[Finding]:
+    if cfg.get('radar_jitter'):
+        yield 'radar_jitter', 'has no effect (nothing reads it in the reference either); leave it out'
+
+
+def _step(data: Mapping[str, Any], kind: str) -> Optional[Mapping[str, Any]]:
+    """The first pipeline step of that type."""
+    for step in data.get('pipeline') or ():
+        if isinstance(step, Mapping) and step.get('type') == kind:
+            return step
+    return None
+
+
+def _listed(value: Any) -> List[Any]:
+    return value if isinstance(value, list) else [value]

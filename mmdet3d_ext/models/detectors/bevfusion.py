@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
 
 import torch
 import torch.distributed as dist
+from mmcv import ConfigDict
 from torch import nn
 
 from ...registry import MODELS
@@ -177,6 +178,8 @@ class BEVFusion(nn.Module):
                 continue
             # mmcv's base class would log one paragraph per parameter, thousands of lines.
             child._dump_init_info = lambda *args, **kwargs: None
+            if isinstance(getattr(child, 'init_cfg', None), dict):
+                child.init_cfg = ConfigDict(child.init_cfg)  # mmdet's Swin reads init_cfg.checkpoint as an attribute
             try:
                 child.init_weights()
             except Exception as error:

@@ -162,7 +162,7 @@ def test_readme_overrides_of_the_reference_apply():
 def test_a_pretrained_file_is_loaded_or_named(tmp_path):
     swin = '--model.encoders.camera.backbone.init_cfg.checkpoint'
     cfg = load(SEG + 'camera-bev256d2.yaml', swin, str(tmp_path / 'swin.pth')).to_dict()['model']
-    torch.save({'model': {'patch_embed.proj.weight': torch.full((96, 3, 4, 4), 0.5)}}, tmp_path / 'swin.pth')  # Swin's own names
+    torch.save({'model': {'patch_embed.proj.weight': torch.full((96, 3, 4, 4), 0.5)}}, tmp_path / 'swin.pth')  # Swin's names
     model = build_model(cfg)
     model.init_weights()
     assert (model.encoders['camera']['backbone'].patch_embed.projection.weight == 0.5).all()

@@ -20,7 +20,7 @@ def read(path: Path) -> list:
 
 
 def summary(records: list, samples: int) -> list:
-    """Rows (quantity, value). The first record of each epoch holds the start of the loader's workers: it is left out of times."""
+    """Rows (quantity, value). Times leave out the first record of each epoch, which holds the start of the loader's workers."""
     steady = [record for number, record in enumerate(records)
               if number and record['epoch'] == records[number - 1]['epoch']] or records
     time = statistics.median(record['time'] for record in steady)
@@ -53,8 +53,10 @@ def main(argv=None) -> None:
              '| quantity | value |', '|---|---|', *(f'| {name} | {value} |' for name, value in rows)]
     if metrics and metrics.is_file():
         found = json.loads(metrics.read_text())
-        wanted = [key for key in found if key in ('object/nds', 'object/map') or (key.startswith('map/') and key.endswith('@max'))]
-        lines += ['', 'Evaluation:', '', '| metric | value |', '|---|---|', *(f'| {key} | {found[key]:.4f} |' for key in wanted)]
+        wanted = [key for key in found if key in ('object/nds', 'object/map')]
+        wanted += [key for key in found if key.startswith('map/') and key.endswith('@max')]
+        lines += ['', 'Evaluation:', '', '| metric | value |', '|---|---|']
+        lines += [f'| {key} | {found[key]:.4f} |' for key in wanted]
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text('\n'.join(lines) + '\n')
     print('\n'.join(lines))

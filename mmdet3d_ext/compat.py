@@ -59,7 +59,7 @@ def _mmdet3d_accepts_mmcv_172() -> None:
 
 
 def _torch_ops_without_mmcvs_namespace() -> None:
-    """mmcv 1.7.2 breaks torch.compile: its NPU module sets ``_check_balance`` on every torch module that has one, and ``torch.ops``
+    """mmcv 1.7.2 breaks torch.compile: its NPU module sets ``_check_balance`` on every torch module that has one; ``torch.ops``
     answers that it has any name. What results is an operator namespace that is a function; tracing walks all of them.
     """
     import mmcv.device  # noqa: F401  (does it when it is imported, whoever does so first)

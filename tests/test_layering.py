@@ -63,7 +63,13 @@ def violations(path, module: str):
         return []
     allowed = MAY_IMPORT[own] | {own}
     return [f'{path.relative_to(REPO)}:{line}: {own} imports {unit}' for line, unit in imported_units(path, module)
-            if unit not in allowed and (PACKAGE / unit.replace('.', '/')).exists() | (PACKAGE / f'{unit.replace(".", "/")}.py').exists()]
+            if unit not in allowed and exists(unit)]
+
+
+def exists(unit: str) -> bool:
+    """Whether a unit is a folder or a file of the package (and not a name that a package defines)."""
+    place = PACKAGE / unit.replace('.', '/')
+    return place.exists() or place.with_suffix('.py').exists()
 
 
 def test_every_import_follows_the_rule():

@@ -46,7 +46,8 @@ class Demo:
         print(f'\n=== {title} (minute {elapsed:.1f}) ===\n$ {shlex.join(command)}', flush=True)
         code = subprocess.run(command, cwd=REPO, env=self.env).returncode
         if code:
-            sys.exit(f'demo: "{title}" ended with exit code {code}; the output above says why. The same command goes on at this step.')
+            sys.exit(f'demo: "{title}" ended with exit code {code}; the output above says why. '
+                     f'The same command goes on at this step.')
 
     def run(self) -> None:
         python = sys.executable

@@ -33,7 +33,11 @@ _SECTIONS = {
                          'file_client_args sync_buffer type meta',
     'log_config': 'interval hooks',
     'evaluation': 'interval pipeline start by_epoch save_best rule metric metrics metric_options dynamic_intervals '
-                  'eval out_dir jsonfile_prefix show gpu_collect less_keys greater_keys thresholds before_train num_samples',
+                  'amp before_train eval out_dir jsonfile_prefix show gpu_collect less_keys greater_keys thresholds num_samples',
+    'auto_scale_lr': 'enable base_batch_size',
+    'amp': 'dtype loss_scale enabled',
+    'ema': 'decay momentum evaluate warm_up type enable enabled',
+    'dist_params': 'backend timeout',
     'fp16': 'enabled dtype loss_scale growth_interval init_scale',
     'optimizer_config': 'type grad_clip cumulative_iters detect_anomalous_params loss_scale distributed coalesce '
                         'bucket_size_mb',

@@ -69,6 +69,14 @@ class Clock:
         del result
         return peak
 
+    def kept(self, call, source) -> float:
+        """MiB that wait for the backward pass beside the output, the caller having dropped the input; None on the CPU."""
+        if self.device != 'cuda':
+            return None
+        before = torch.cuda.memory_allocated()
+        out = call(source * 2)  # whose backward keeps nothing
+        return (torch.cuda.memory_allocated() - before - size_of(out)) / MIB
+
     def copy_bandwidth(self) -> float:
         """GB/s of a large copy, bytes read plus bytes written."""
         size = (4096 if self.device == 'cuda' else 256) * MIB
@@ -90,7 +98,7 @@ def size_of(*tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def bench(clock, name, variants, leaves, forward_bytes, total_bytes, bandwidth):
+def bench(clock, name, variants, leaves, forward_bytes, total_bytes, bandwidth, kept=None):
     """One row per variant; the first is ours."""
     rows = []
     for label, call in variants.items():
@@ -100,6 +108,7 @@ def bench(clock, name, variants, leaves, forward_bytes, total_bytes, bandwidth):
             run = with_backward(call, leaves) if leaves else call
             row['total_ms'] = clock.milliseconds(run) if leaves else None
             row['peak_mib'] = clock.peak(run)
+            row['kept_mib'] = clock.kept(kept[label], leaves[0]) if kept else None
         except (RuntimeError, ImportError, NotImplementedError) as error:
             row['error'] = str(error).splitlines()[0][:200]
         rows.append(row)
@@ -126,6 +135,7 @@ COLUMNS = (
     'forward ms',
     'fwd+bwd ms',
     'peak MiB',
+    'kept MiB',
     'floor fwd ms',
     'of copy bandwidth',
     'ours faster fwd',
@@ -136,13 +146,14 @@ COLUMNS = (
 
 def cells(row):
     if 'error' in row:
-        return [row['work'], row['op'], f'failed: {row["error"]}'] + ['-'] * 7
+        return [row['work'], row['op'], f'failed: {row["error"]}'] + ['-'] * 8
     return [
         row['work'],
         row['op'],
         cell(row['forward_ms']),
         cell(row['total_ms']),
         cell(row['peak_mib'], '{:.0f}'),
+        cell(row.get('kept_mib'), '{:.0f}'),
         cell(row['floor_forward_ms']),
         cell(row['bandwidth_fraction'], '{:.1%}'),
         cell(row.get('ours_is_forward_x'), '{:.1f}x'),
@@ -187,6 +198,7 @@ def point_to_voxel_cases(clock, bandwidth, cuda, sweep):
             forward,
             total,
             bandwidth,
+            kept=variants,
         )
     return rows
 

@@ -82,31 +82,54 @@ inline bool aligned(const void* pointer, size_t size) { return reinterpret_cast<
 constexpr int kTransposeTile = 32, kTransposeRows = 8;
 
 // in: `outer` matrices (rows, columns) at batch_stride, rows at row_stride, columns contiguous; out: (outer, columns, rows) contiguous.
-template <typename T>
+// A tile is 32 rows by 32 * VEC columns.
+template <typename T, int VEC>
 __global__ void transpose_kernel(const T* __restrict__ in, T* __restrict__ out, int64_t rows, int64_t columns, int64_t batch_stride,
                                  int64_t row_stride) {
-  __shared__ T tile[kTransposeTile][kTransposeTile + 1];
-  const int64_t column0 = static_cast<int64_t>(blockIdx.x) * kTransposeTile, row0 = static_cast<int64_t>(blockIdx.y) * kTransposeTile;
+  // Column 32 * v + lane of the tile holds what lane `lane` read as its v-th value: no bank is hit twice.
+  __shared__ T tile[kTransposeTile][kTransposeTile * VEC + 1];
+  constexpr int kColumns = kTransposeTile * VEC;
+  const int lane = threadIdx.x;
+  const int64_t column0 = static_cast<int64_t>(blockIdx.x) * kColumns, row0 = static_cast<int64_t>(blockIdx.y) * kTransposeTile;
   const T* from = in + blockIdx.z * batch_stride;
   T* to = out + blockIdx.z * rows * columns;
-  for (int k = threadIdx.y; k < kTransposeTile; k += kTransposeRows)
-    if (row0 + k < rows && column0 + threadIdx.x < columns)
-      tile[k][threadIdx.x] = from[(row0 + k) * row_stride + column0 + threadIdx.x];
+  constexpr int kSteps = kTransposeTile / kTransposeRows;
+  Vec<T, VEC> value[kSteps];
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    const int64_t row = row0 + k * kTransposeRows + threadIdx.y;
+    if (row < rows && column0 + lane * VEC < columns) value[k] = load<T, VEC>(from + row * row_stride + column0 + lane * VEC);
+  }
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+    for (int v = 0; v < VEC; ++v) tile[k * kTransposeRows + threadIdx.y][kTransposeTile * v + lane] = value[k].at[v];
   __syncthreads();
-  for (int k = threadIdx.y; k < kTransposeTile; k += kTransposeRows)
-    if (column0 + k < columns && row0 + threadIdx.x < rows) to[(column0 + k) * rows + row0 + threadIdx.x] = tile[threadIdx.x][k];
+  if (row0 + lane >= rows) return;
+#pragma unroll
+  for (int c = threadIdx.y; c < kColumns; c += kTransposeRows)
+    if (column0 + c < columns) to[(column0 + c) * rows + row0 + lane] = tile[lane][kTransposeTile * (c % VEC) + c / VEC];
 }
 
 template <typename T>
 void transpose(const T* in, T* out, int64_t outer, int64_t rows, int64_t columns, int64_t batch_stride, int64_t row_stride) {
   if (outer * rows * columns == 0) return;
   const dim3 threads(kTransposeTile, kTransposeRows);
+  constexpr int kVec = sizeof(T) == 8 ? 2 : 4;
+  const bool wide = columns % kVec == 0 && row_stride % kVec == 0 && batch_stride % kVec == 0 && aligned(in, kVec * sizeof(T));
   // The grid's z is limited to 65,535.
   for (int64_t first = 0; first < outer; first += 65535) {
-    const dim3 grid(blocks(columns, kTransposeTile), blocks(rows, kTransposeTile), std::min<int64_t>(65535, outer - first));
-    transpose_kernel<T><<<grid, threads, 0, at::cuda::getCurrentCUDAStream()>>>(in + first * batch_stride, out + first * rows * columns, rows,
-                                                                               columns, batch_stride, row_stride);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    const unsigned int count = static_cast<unsigned int>(std::min<int64_t>(65535, outer - first));
+    const auto launch = [&](auto kernel, int vec) {
+      const dim3 grid(blocks(columns, kTransposeTile * vec), blocks(rows, kTransposeTile), count);
+      kernel<<<grid, threads, 0, at::cuda::getCurrentCUDAStream()>>>(in + first * batch_stride, out + first * rows * columns, rows, columns,
+                                                                    batch_stride, row_stride);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+    };
+    if (wide)
+      launch(&transpose_kernel<T, kVec>, kVec);
+    else
+      launch(&transpose_kernel<T, 1>, 1);
   }
 }
 

@@ -1,10 +1,12 @@
 // Lift-splat pooling on a GPU, never forming depth x context. Letters: see lift_splat.h.
 //
-// Forward: a block adds up one tile of cells. Its points stand together in the sorted order; they are dealt evenly to the block's warps
-// whatever their cells, each lane holding a few channels. The tile's cells share most of their pixels, whose contexts stay in L1.
-// Backward: a warp owns a few pixels of one image column and walks along their rays. Pixels above each other see the same cell at the
-// same depth (the height is pooled away), so one read of the cell's gradient serves them all. Nothing is atomic.
+// Half a warp works on one point at a time: its 16 lanes hold the channels (80 channels are five a lane, none idle).
+// Forward: a block adds up one tile of cells. Its points stand together in the sorted order; they are dealt evenly to the block's
+// half-warps whatever their cells. The tile's cells share most of their pixels, whose contexts stay in L1.
+// Backward: a half-warp owns a few pixels of one image column and walks along their rays. Pixels above each other see the same cell at
+// the same depth (the height is pooled away), so one read of the cell's gradient serves them all. Nothing is atomic but a bit mask.
 #include <ATen/Dispatch.h>
+#include <ATen/cuda/detail/IntegerDivider.cuh>
 #include <torch/library.h>
 
 #include <type_traits>
@@ -15,8 +17,55 @@
 namespace mmdet3d_ext {
 namespace {
 
-constexpr int kWarps = kThreads / 32;
 constexpr unsigned int kAll = 0xffffffffu;
+constexpr int kHalf = 16;                          // lanes that share a point
+constexpr int kBlock = 128;                        // threads of a block, forward and backward
+constexpr int kShares = kBlock / kHalf;            // half-warps of a block
+constexpr int kStagedStride = kHalf + 1;           // in points: the two halves of a warp read different banks
+
+// How the 16 lanes hold channels: Q times four consecutive ones (one wide load) and R times a single one.
+template <int Q, int R>
+struct Lanes {
+  static constexpr int kCount = 4 * Q + R;
+  static constexpr int kWidth = kHalf * kCount;  // channels of one pass
+
+  static __device__ __forceinline__ int channel(int lane, int v) {
+    return v < 4 * Q ? 4 * kHalf * (v / 4) + 4 * lane + v % 4 : 4 * kHalf * Q + kHalf * (v - 4 * Q) + lane;
+  }
+
+  // row: first channel of this pass; width: how many there are (a multiple of 4 if Q > 0).
+  template <typename T>
+  static __device__ __forceinline__ void read(const T* __restrict__ row, int lane, int width, T (&out)[kCount]) {
+#pragma unroll
+    for (int q = 0; q < Q; ++q) {
+      const int c = channel(lane, 4 * q);
+      if (c < width) {
+        const Vec<T, 4> quad = load<T, 4>(row + c);
+#pragma unroll
+        for (int v = 0; v < 4; ++v) out[4 * q + v] = quad.at[v];
+      }
+    }
+#pragma unroll
+    for (int v = 4 * Q; v < kCount; ++v) {
+      const int c = channel(lane, v);
+      if (c < width) out[v] = row[c];
+    }
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ void write(T* __restrict__ row, int lane, int width, const T (&in)[kCount]) {
+#pragma unroll
+    for (int q = 0; q < Q; ++q) {
+      const int c = channel(lane, 4 * q);
+      if (c < width) store<T, 4>(row + c, Vec<T, 4>{in[4 * q], in[4 * q + 1], in[4 * q + 2], in[4 * q + 3]});
+    }
+#pragma unroll
+    for (int v = 4 * Q; v < kCount; ++v) {
+      const int c = channel(lane, v);
+      if (c < width) row[c] = in[v];
+    }
+  }
+};
 
 // ---- plan
 
@@ -105,157 +154,189 @@ Plan splat_plan_from_coords_cuda(const at::Tensor& coords, int64_t batch, at::In
 
 // ---- forward
 
-// Shared memory of a block, in floats of the accumulation type A: sums[kTileCells][stride], edges[kWarps][width], then the staged points.
-struct SplatShape {
-  int64_t channels;
-  int width;   // channels of one pass: 32 lanes x VEC, at most `channels` rounded up to VEC
-  int stride;  // odd, so that reading one channel of consecutive cells touches different banks
-};
-
 template <typename A>
 struct alignas(16) Staged {
   A weight;
   int32_t row, cell;
 };
 
-template <typename D, typename T, int VEC, bool LIFT>
-__global__ void __launch_bounds__(kThreads)
+// From a point to the row of its pixel.
+struct PixelOf {
+  at::cuda::detail::IntDivider<uint32_t> ray_bundle, pixels;  // D * H * W, H * W
+  __device__ __forceinline__ int32_t operator()(uint32_t p) const {
+    return static_cast<int32_t>(ray_bundle.div(p) * pixels.divisor + pixels.mod(p));
+  }
+};
+
+// Shared memory, in numbers of the accumulation type A: sums[kTileCells][stride], edges[kShares][width], then the staged points.
+// stride is odd, so that reading one channel of consecutive cells touches different banks.
+template <typename D, typename T, int Q, int R, bool LIFT>
+__global__ void __launch_bounds__(kBlock)
     splat_kernel(const D* __restrict__ depth, const T* __restrict__ rows, const int32_t* __restrict__ order,
-                 const int32_t* __restrict__ sorted_key, const int32_t* __restrict__ tile_starts, SplatGrid grid, SplatShape shape,
-                 uint32_t pixels, uint32_t bin_pixels, T* __restrict__ out) {
+                 const int32_t* __restrict__ sorted_key, const int32_t* __restrict__ tile_starts, SplatGrid grid, int64_t channels,
+                 int stride, PixelOf pixel_of, T* __restrict__ out) {
   using A = at::opmath_type<T>;
+  using L = Lanes<Q, R>;
   extern __shared__ __align__(16) unsigned char memory[];
   A* sums = reinterpret_cast<A*>(memory);
-  A* edges = sums + kTileCells * shape.stride;
-  Staged<A>* staged = reinterpret_cast<Staged<A>*>(edges + kWarps * shape.width);
-  __shared__ int32_t edge_cell[kWarps];
+  A* edges = sums + kTileCells * stride;
+  Staged<A>* staged = reinterpret_cast<Staged<A>*>(edges + kShares * L::kWidth);
+  __shared__ int32_t edge_cell[kShares];
+  __shared__ unsigned int written;  // bit per cell: its sum is in shared memory
 
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t channel0 = static_cast<int64_t>(blockIdx.y) * shape.width;
-  const int width = static_cast<int>(min(static_cast<int64_t>(shape.width), shape.channels - channel0));
+  const int share = threadIdx.x / kHalf, lane = threadIdx.x % kHalf, half = share % 2;
+  const int64_t channel0 = static_cast<int64_t>(blockIdx.y) * L::kWidth;
+  const int width = static_cast<int>(min(static_cast<int64_t>(L::kWidth), channels - channel0));
   const int32_t begin = tile_starts[blockIdx.x], end = tile_starts[blockIdx.x + 1];
-
-  for (int i = threadIdx.x; i < kTileCells * shape.stride; i += kThreads) sums[i] = A(0);
-  if (lane == 0) edge_cell[warp] = -1;
+  if (threadIdx.x == 0) written = 0;
+  if (lane == 0) edge_cell[share] = -1;
   __syncthreads();
 
-  // This warp's share. A cell that began in an earlier share goes to `edges`; all others belong to the warp in which they begin.
-  const int32_t share = (end - begin + kWarps - 1) / kWarps;
-  const int32_t first = min(begin + warp * share, end), last = min(first + share, end);
-  int32_t cell = -1, before = -1;
-  bool continued = false;
-  if (first > begin && first < last) {
-    before = sorted_key[first - 1] % kTileCells;
-    continued = sorted_key[first] % kTileCells == before;
-    if (continued) {
-      cell = before;
-      if (lane == 0) edge_cell[warp] = cell;
+  if (begin < end) {
+    // This half-warp's points. A cell that began in an earlier share goes to `edges`; others belong to the share in which they begin.
+    const int32_t size = (end - begin + kShares - 1) / kShares;
+    const int32_t first = min(begin + share * size, end), last = min(first + size, end);
+    int32_t cell = -1, before = -1;
+    bool continued = false;
+    if (first > begin && first < last) {
+      before = sorted_key[first - 1] % kTileCells;
+      continued = sorted_key[first] % kTileCells == before;
+      if (continued) cell = before;
+      if (continued && lane == 0) edge_cell[share] = cell;
     }
-  }
-  A sum[VEC];
+    unsigned int touched = 0;
+    A sum[L::kCount];
 #pragma unroll
-  for (int v = 0; v < VEC; ++v) sum[v] = A(0);
-  const bool active = lane * VEC < width;
-  const T* lane_rows = rows + channel0 + lane * VEC;
-  const auto flush = [&]() {
-    if (cell >= 0 && active) {
-      A* to = (continued ? edges + warp * shape.width : sums + cell * shape.stride) + lane * VEC;
+    for (int v = 0; v < L::kCount; ++v) sum[v] = A(0);
+    const T* pass = rows + channel0;
+    const auto flush = [&]() {
+      if (cell < 0) return;
+      if (!continued) touched |= 1u << cell;
+      A* to = continued ? edges + share * L::kWidth : sums + cell * stride;
 #pragma unroll
-      for (int v = 0; v < VEC; ++v) to[v] = sum[v];
+      for (int v = 0; v < L::kCount; ++v) {
+        const int c = L::channel(lane, v);
+        if (c < width) to[c] = sum[v];
+        sum[v] = A(0);
+      }
+      continued = false;
+    };
+    // Keys and points are read two batches ahead, depths one: their latencies overlap with the sums.
+    Staged<A>* mine = staged + share * kStagedStride;
+    const int batches = (size + kHalf - 1) / kHalf;  // the same for all shares: warp-wide votes stay together
+    int32_t here = -1, next = -1;
+    uint32_t point = 0, next_point = 0;
+    A weight = A(1);
+    if (first + lane < last) {
+      here = sorted_key[first + lane] % kTileCells;
+      point = static_cast<uint32_t>(order[first + lane]);
     }
-#pragma unroll
-    for (int v = 0; v < VEC; ++v) sum[v] = A(0);
-  };
-  Staged<A>* mine = staged + warp * 32;
-  for (int32_t base = first; base < last; base += 32) {
-    const int32_t i = base + lane;
-    int32_t here = -1;
-    __syncwarp();
-    if (i < last) {
-      here = sorted_key[i] % kTileCells;
-      const uint32_t p = static_cast<uint32_t>(order[i]);
-      mine[lane] = LIFT ? Staged<A>{static_cast<A>(depth[p]), static_cast<int32_t>(p / bin_pixels * pixels + p % pixels), here}
-                        : Staged<A>{A(1), static_cast<int32_t>(p), here};
+    if (first + kHalf + lane < last) {
+      next = sorted_key[first + kHalf + lane] % kTileCells;
+      next_point = static_cast<uint32_t>(order[first + kHalf + lane]);
     }
-    int32_t previous = __shfl_up_sync(kAll, here, 1);
-    if (lane == 0) previous = before;
-    const unsigned int heads = __ballot_sync(kAll, i < last && here != previous);
-    before = __shfl_sync(kAll, here, 31);
-    __syncwarp();
-    const int points = min(32, last - base);
-    constexpr int kUnroll = 8;
-    for (int j = 0; j < points; j += kUnroll) {
-      Vec<T, VEC> row[kUnroll];
-      A weight[kUnroll];
+    if (LIFT && here >= 0) weight = static_cast<A>(depth[point]);
+    for (int batch = 0; batch < batches; ++batch) {
+      const int32_t base = first + batch * kHalf;
+      __syncwarp();
+      if (here >= 0) mine[lane] = Staged<A>{weight, LIFT ? pixel_of(point) : static_cast<int32_t>(point), here};
+      int32_t previous = __shfl_up_sync(kAll, here, 1, kHalf);
+      if (lane == 0) previous = before;
+      const unsigned int heads = __ballot_sync(kAll, here >= 0 && here != previous) >> (half * kHalf);
+      before = __shfl_sync(kAll, here, kHalf - 1, kHalf);
+      __syncwarp();
+      here = next;
+      point = next_point;
+      if (LIFT && here >= 0) weight = static_cast<A>(depth[point]);
+      next = -1;
+      if (base + 2 * kHalf + lane < last) {
+        next = sorted_key[base + 2 * kHalf + lane] % kTileCells;
+        next_point = static_cast<uint32_t>(order[base + 2 * kHalf + lane]);
+      }
+      const int points = min(kHalf, last - base);
+      constexpr int kUnroll = 4;
+      for (int j = 0; j < points; j += kUnroll) {
+        T row[kUnroll][L::kCount];
+        A weights[kUnroll];
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (j + u < points) {
-          const Staged<A> point = mine[j + u];
-          weight[u] = point.weight;
-          if (active) row[u] = load<T, VEC>(lane_rows + point.row * shape.channels);
+        for (int u = 0; u < kUnroll; ++u) {
+          if (j + u < points) {
+            const Staged<A> from = mine[j + u];
+            weights[u] = from.weight;
+            L::read(pass + from.row * channels, lane, width, row[u]);
+          }
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+          if (j + u < points) {
+            if (heads >> (j + u) & 1u) {
+              flush();
+              cell = mine[j + u].cell;
+            }
+#pragma unroll
+            for (int v = 0; v < L::kCount; ++v) sum[v] += weights[u] * static_cast<A>(row[u][v]);
+          }
         }
       }
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (j + u < points) {
-          if (heads >> (j + u) & 1u) {
-            flush();
-            continued = false;
-            cell = mine[j + u].cell;
-          }
-          if (active) {
-#pragma unroll
-            for (int v = 0; v < VEC; ++v) sum[v] += weight[u] * static_cast<A>(row[u].at[v]);
-          }
-        }
-      }
     }
+    flush();
+    if (lane == 0 && touched) atomicOr(&written, touched);
+    __syncthreads();
+    // What later shares added to a cell, in their order.
+    for (int c = threadIdx.x; c < width; c += kBlock)
+      for (int w = 1; w < kShares; ++w)
+        if (edge_cell[w] >= 0) sums[edge_cell[w] * stride + c] += edges[w * L::kWidth + c];
+    __syncthreads();
   }
-  flush();
-  __syncthreads();
-  // What later shares added to a cell, in their order.
-  for (int c = threadIdx.x; c < width; c += kThreads)
-    for (int w = 1; w < kWarps; ++w)
-      if (edge_cell[w] >= 0) sums[edge_cell[w] * shape.stride + c] += edges[w * shape.width + c];
-  __syncthreads();
 
   const int64_t slab = blockIdx.x / grid.tiles_y / grid.tiles_x;  // b * nz + z
-  const int x0 = blockIdx.x / grid.tiles_y % grid.tiles_x * kTileX, y0 = blockIdx.x % grid.tiles_y * kTileY;
-  for (int i = threadIdx.x; i < width * kTileCells; i += kThreads) {
-    const int c = i / kTileCells, at = i % kTileCells, x = x0 + at / kTileY, y = y0 + at % kTileY;
-    if (x < grid.nx && y < grid.ny)
-      out[((slab * shape.channels + channel0 + c) * grid.nx + x) * grid.ny + y] = static_cast<T>(sums[at * shape.stride + c]);
-  }
+  const int at = threadIdx.x % kTileCells;
+  const int x = static_cast<int>(blockIdx.x / grid.tiles_y % grid.tiles_x) * kTileX + at / kTileY;
+  const int y = static_cast<int>(blockIdx.x % grid.tiles_y) * kTileY + at % kTileY;
+  if (x >= grid.nx || y >= grid.ny) return;
+  const bool filled = written >> at & 1u;
+  const int64_t area = static_cast<int64_t>(grid.nx) * grid.ny;
+  T* to = out + (slab * channels + channel0) * area + static_cast<int64_t>(x) * grid.ny + y;
+  for (int c = threadIdx.x / kTileCells; c < width; c += kBlock / kTileCells)
+    to[c * area] = filled ? static_cast<T>(sums[at * stride + c]) : static_cast<T>(0.0f);
 }
 
-template <typename D, typename T, int VEC, bool LIFT>
+template <typename D, typename T, int Q, int R, bool LIFT>
 void launch_splat(const D* depth, const T* rows, const Plan& plan, const SplatGrid& grid, int64_t channels, int64_t pixels, int64_t bins,
                   T* out) {
   using A = at::opmath_type<T>;
-  SplatShape shape;
-  shape.channels = channels;
-  shape.width = static_cast<int>(std::min<int64_t>(32 * VEC, channels));
-  shape.stride = shape.width | 1;
-  const size_t accumulators = (static_cast<size_t>(kTileCells) * shape.stride + kWarps * shape.width) * sizeof(A);
-  const size_t padded = (accumulators + 15) / 16 * 16;
-  // `staged` follows the accumulators directly; its alignment is that of A, which they keep.
-  const size_t shared = padded + kThreads * sizeof(Staged<A>);
-  const dim3 tiles(static_cast<unsigned int>(grid.tiles()), blocks(channels, shape.width));
-  const auto kernel = &splat_kernel<D, T, VEC, LIFT>;
-  if (shared > 48 * 1024) C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
-  kernel<<<tiles, kThreads, shared, at::cuda::getCurrentCUDAStream()>>>(
+  constexpr int kWidth = Lanes<Q, R>::kWidth, kStride = kWidth + 1;
+  constexpr size_t kShared = ((kTileCells * kStride + kShares * kWidth) * sizeof(A) + kShares * kStagedStride * sizeof(Staged<A>));
+  static_assert(kShared <= 48 * 1024 && (kTileCells * kStride + kShares * kWidth) * sizeof(A) % 16 == 0, "staged points are aligned");
+  const dim3 tiles(static_cast<unsigned int>(grid.tiles()), blocks(channels, kWidth));
+  PixelOf pixel_of;
+  pixel_of.ray_bundle = at::cuda::detail::IntDivider<uint32_t>(static_cast<uint32_t>(std::max<int64_t>(1, bins * pixels)));
+  pixel_of.pixels = at::cuda::detail::IntDivider<uint32_t>(static_cast<uint32_t>(std::max<int64_t>(1, pixels)));
+  splat_kernel<D, T, Q, R, LIFT><<<tiles, kBlock, kShared, at::cuda::getCurrentCUDAStream()>>>(
       depth, rows, std::get<1>(plan).const_data_ptr<int32_t>(), std::get<2>(plan).const_data_ptr<int32_t>(),
-      std::get<3>(plan).const_data_ptr<int32_t>(), grid, shape, static_cast<uint32_t>(pixels), static_cast<uint32_t>(bins * pixels), out);
+      std::get<3>(plan).const_data_ptr<int32_t>(), grid, channels, kStride, pixel_of, out);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// The layout of lanes for this many channels: body(Q, R) as compile-time integers.
+template <typename F>
+void dispatch_lanes(int64_t channels, bool wide, const F& body) {
+  using One = std::integral_constant<int, 1>;
+  using Zero = std::integral_constant<int, 0>;
+  if (!wide || channels % 4)
+    body(Zero{}, std::integral_constant<int, 4>{});
+  else if (channels % 80 == 0)
+    body(One{}, One{});
+  else
+    body(One{}, Zero{});
 }
 
 template <typename D, typename T, bool LIFT>
 void splat(const D* depth, const T* rows, const Plan& plan, const SplatGrid& grid, int64_t channels, int64_t pixels, int64_t bins, T* out) {
   if (grid.tiles() == 0 || channels == 0) return;
-  if (channels % 4 == 0 && aligned(rows, 4 * sizeof(T)))
-    launch_splat<D, T, 4, LIFT>(depth, rows, plan, grid, channels, pixels, bins, out);
-  else
-    launch_splat<D, T, 1, LIFT>(depth, rows, plan, grid, channels, pixels, bins, out);
+  dispatch_lanes(channels, aligned(rows, 4 * sizeof(T)), [&](auto quads, auto singles) {
+    launch_splat<D, T, decltype(quads)::value, decltype(singles)::value, LIFT>(depth, rows, plan, grid, channels, pixels, bins, out);
+  });
 }
 
 // (B, N, C, H, W) -> (B, N, H, W, C); a tensor that already lies so in memory is used as it is.
@@ -323,64 +404,63 @@ at::Tensor bev_pool_cuda(const at::Tensor& feats, const at::Tensor& cell, const 
 
 // ---- backward
 
-constexpr int kPixels = 8;   // pixels of one column per warp
+constexpr int kPixels = 4;   // pixels of one column per half-warp
 constexpr int kDepths = 16;  // depth bins staged at a time
+constexpr int64_t kGroupBytes = 48ll << 20;  // transposed gradient of the samples of one launch
+constexpr int kAhead = 2;    // depth bins whose gradients are read before they are used
 
-// Sums v[0..7] over the warp; lane 4 * j (and the three after it) returns the sum of v[j]. Nine shuffles instead of forty.
+// Sums v[0..3] over 16 lanes: lane 4 * j (and the three after it) returns the sum of v[j]. Five shuffles instead of sixteen.
 template <typename A>
-__device__ __forceinline__ A reduce8(A (&v)[kPixels], int lane) {
-#pragma unroll
-  for (int half = 4, bit = 16; half; half /= 2, bit /= 2) {
-    const bool upper = lane & bit;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      if (k < half) {
-        const A send = upper ? v[k] : v[k + half], keep = upper ? v[k + half] : v[k];
-        v[k] = keep + __shfl_xor_sync(kAll, send, bit);
-      }
-    }
-  }
-  v[0] += __shfl_xor_sync(kAll, v[0], 2);
-  return v[0] + __shfl_xor_sync(kAll, v[0], 1);
+__device__ __forceinline__ A reduce4(A (&v)[kPixels], int lane) {
+  const bool upper = lane & 8, odd = lane & 4;
+  A send0 = upper ? v[0] : v[2], send1 = upper ? v[1] : v[3];
+  A keep0 = (upper ? v[2] : v[0]) + __shfl_xor_sync(kAll, send0, 8);
+  A keep1 = (upper ? v[3] : v[1]) + __shfl_xor_sync(kAll, send1, 8);
+  A sum = (odd ? keep1 : keep0) + __shfl_xor_sync(kAll, odd ? keep0 : keep1, 4);
+  sum += __shfl_xor_sync(kAll, sum, 2);
+  return sum + __shfl_xor_sync(kAll, sum, 1);
 }
 
-// One sample. grads: (nz * nx * ny, C). Block: kWarps columns x kPixels rows of one camera.
-template <typename D, typename T, int VEC>
-__global__ void __launch_bounds__(kThreads, sizeof(at::opmath_type<T>) == 4 ? 2 : 1)
+// grads: (nz * nx * ny, C) of the samples of this launch. Block: kShares columns x kPixels rows of one camera of one sample.
+template <typename D, typename T, int Q, int R>
+__global__ void __launch_bounds__(kBlock)
     lift_backward_kernel(const T* __restrict__ grads, const D* __restrict__ depth, const T* __restrict__ rows,
                          const int32_t* __restrict__ cell, int32_t cell0, int bins, int height, int width, int64_t channels,
                          at::opmath_type<T>* __restrict__ grad_depth, T* __restrict__ grad_rows) {
   using A = at::opmath_type<T>;
-  __shared__ int32_t cells[kDepths][kPixels][kWarps];
-  __shared__ A weights[kDepths][kPixels][kWarps];
-  __shared__ A dots[kDepths][kPixels][kWarps];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int w0 = blockIdx.x * kWarps, h0 = blockIdx.y * kPixels, camera = blockIdx.z;
-  const int64_t image = static_cast<int64_t>(camera) * height * width;
-  const int column = w0 + warp;
+  using L = Lanes<Q, R>;
+  __shared__ int32_t cells[kDepths][kPixels][kShares];
+  __shared__ A weights[kDepths][kPixels][kShares];
+  __shared__ A dots[kDepths][kPixels][kShares];
+  const int share = threadIdx.x / kHalf, lane = threadIdx.x % kHalf;
+  const int w0 = blockIdx.x * kShares, h0 = blockIdx.y * kPixels;
+  const int64_t camera = blockIdx.z, image = camera * height * width;
+  const int column = w0 + share;
 
-  for (int64_t channel0 = 0; channel0 < channels; channel0 += 32 * VEC) {
-    const bool active = channel0 + lane * VEC < channels;
-    A row[kPixels][VEC], row_grad[kPixels][VEC];
+  for (int64_t channel0 = 0; channel0 < channels; channel0 += L::kWidth) {
+    const int pass = static_cast<int>(min(static_cast<int64_t>(L::kWidth), channels - channel0));
+    A row[kPixels][L::kCount], row_grad[kPixels][L::kCount];
 #pragma unroll
     for (int j = 0; j < kPixels; ++j) {
-      Vec<T, VEC> from;
-      const bool read = active && column < width && h0 + j < height;
-      if (read) from = load<T, VEC>(rows + (image + (h0 + j) * width + column) * channels + channel0 + lane * VEC);
+      T from[L::kCount];
 #pragma unroll
-      for (int v = 0; v < VEC; ++v) {
-        row[j][v] = read ? static_cast<A>(from.at[v]) : A(0);
+      for (int v = 0; v < L::kCount; ++v) from[v] = static_cast<T>(0.0f);
+      if (column < width && h0 + j < height)
+        L::read(rows + (image + (h0 + j) * width + column) * channels + channel0, lane, pass, from);
+#pragma unroll
+      for (int v = 0; v < L::kCount; ++v) {
+        row[j][v] = static_cast<A>(from[v]);
         row_grad[j][v] = A(0);
       }
     }
     for (int d0 = 0; d0 < bins; d0 += kDepths) {
       __syncthreads();
-      for (int i = threadIdx.x; i < kDepths * kPixels * kWarps; i += kThreads) {
-        const int d = d0 + i / (kPixels * kWarps), j = i / kWarps % kPixels, w = i % kWarps;
+      for (int i = threadIdx.x; i < kDepths * kPixels * kShares; i += kBlock) {
+        const int d = d0 + i / (kPixels * kShares), j = i / kShares % kPixels, w = i % kShares;
         int32_t at = -1;
         A weight = A(0);
         if (d < bins && h0 + j < height && w0 + w < width) {
-          const int64_t p = ((static_cast<int64_t>(camera) * bins + d) * height + h0 + j) * width + w0 + w;
+          const int64_t p = ((camera * bins + d) * height + h0 + j) * width + w0 + w;
           at = cell[p];
           if (at >= 0) at -= cell0;
           weight = static_cast<A>(depth[p]);
@@ -389,36 +469,53 @@ __global__ void __launch_bounds__(kThreads, sizeof(at::opmath_type<T>) == 4 ? 2 
         (&weights[0][0][0])[i] = weight;
       }
       __syncthreads();
-      for (int d = 0; d < min(kDepths, bins - d0); ++d) {
-        A dot[kPixels], grad[VEC];
-        int32_t current = -1;
+      // Bins past the last are outside every cell: no bound to test.
+      for (int d = 0; d < kDepths; d += kAhead) {
+        T first[kAhead][L::kCount];
 #pragma unroll
-        for (int j = 0; j < kPixels; ++j) {
-          const int32_t at = cells[d][j][warp];
-          dot[j] = A(0);
-          if (at < 0) continue;  // uniform in the warp
-          if (at != current) {
-            current = at;
-            Vec<T, VEC> from;
-            if (active) from = load<T, VEC>(grads + at * channels + channel0 + lane * VEC);
+        for (int a = 0; a < kAhead; ++a) {
 #pragma unroll
-            for (int v = 0; v < VEC; ++v) grad[v] = active ? static_cast<A>(from.at[v]) : A(0);
-          }
-          const A weight = weights[d][j][warp];
-#pragma unroll
-          for (int v = 0; v < VEC; ++v) {
-            dot[j] += grad[v] * row[j][v];
-            row_grad[j][v] += weight * grad[v];
-          }
+          for (int v = 0; v < L::kCount; ++v) first[a][v] = static_cast<T>(0.0f);
+          const int32_t at = cells[d + a][0][share];
+          if (at >= 0) L::read(grads + at * channels + channel0, lane, pass, first[a]);
         }
-        const A total = reduce8(dot, lane);
-        if (lane % 4 == 0) dots[d][lane / 4][warp] = total;
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+          A dot[kPixels], grad[L::kCount];
+          int32_t current = cells[d + a][0][share];
+#pragma unroll
+          for (int v = 0; v < L::kCount; ++v) grad[v] = static_cast<A>(first[a][v]);
+#pragma unroll
+          for (int j = 0; j < kPixels; ++j) {
+            const int32_t at = cells[d + a][j][share];
+            dot[j] = A(0);
+            if (at < 0) continue;
+            if (j && at != current) {
+              current = at;
+              T from[L::kCount];
+#pragma unroll
+              for (int v = 0; v < L::kCount; ++v) from[v] = static_cast<T>(0.0f);
+              L::read(grads + at * channels + channel0, lane, pass, from);
+#pragma unroll
+              for (int v = 0; v < L::kCount; ++v) grad[v] = static_cast<A>(from[v]);
+            }
+            const A weight = weights[d + a][j][share];
+#pragma unroll
+            for (int v = 0; v < L::kCount; ++v) {
+              dot[j] += grad[v] * row[j][v];
+              row_grad[j][v] += weight * grad[v];
+            }
+          }
+          __syncwarp();
+          const A total = reduce4(dot, lane);
+          if (lane % 4 == 0) dots[d + a][lane / 4][share] = total;
+        }
       }
       __syncthreads();
-      for (int i = threadIdx.x; i < kDepths * kPixels * kWarps; i += kThreads) {
-        const int d = d0 + i / (kPixels * kWarps), j = i / kWarps % kPixels, w = i % kWarps;
+      for (int i = threadIdx.x; i < kDepths * kPixels * kShares; i += kBlock) {
+        const int d = d0 + i / (kPixels * kShares), j = i / kShares % kPixels, w = i % kShares;
         if (d < bins && h0 + j < height && w0 + w < width) {
-          const int64_t p = ((static_cast<int64_t>(camera) * bins + d) * height + h0 + j) * width + w0 + w;
+          const int64_t p = ((camera * bins + d) * height + h0 + j) * width + w0 + w;
           const A total = (&dots[0][0][0])[i];
           grad_depth[p] = channel0 ? grad_depth[p] + total : total;
         }
@@ -426,21 +523,22 @@ __global__ void __launch_bounds__(kThreads, sizeof(at::opmath_type<T>) == 4 ? 2 
     }
 #pragma unroll
     for (int j = 0; j < kPixels; ++j) {
-      if (!active || column >= width || h0 + j >= height) continue;
-      Vec<T, VEC> to;
+      if (column >= width || h0 + j >= height) continue;
+      T to[L::kCount];
 #pragma unroll
-      for (int v = 0; v < VEC; ++v) to.at[v] = static_cast<T>(row_grad[j][v]);
-      store<T, VEC>(grad_rows + (image + (h0 + j) * width + column) * channels + channel0 + lane * VEC, to);
+      for (int v = 0; v < L::kCount; ++v) to[v] = static_cast<T>(row_grad[j][v]);
+      L::write(grad_rows + (image + (h0 + j) * width + column) * channels + channel0, lane, pass, to);
     }
   }
 }
 
-// Gradient of the cells with channels last, (nz * nx * ny, C), of one sample; `scratch` is used where it must be written.
+// Gradient of the cells with channels last, (nz * nx * ny, C), of `samples` samples; `scratch` is used where it must be written.
 template <typename T>
-const T* cells_last(const at::Tensor& grad, int64_t sample, at::IntArrayRef cells, bool in_place, at::Tensor& scratch) {
+const T* cells_last(const at::Tensor& grad, int64_t sample, int64_t samples, at::IntArrayRef cells, bool in_place, at::Tensor& scratch) {
   const int64_t channels = grad.size(1) / cells[2], area = cells[0] * cells[1];
-  if (in_place) return grad.const_data_ptr<T>() + sample * grad.stride(0);
-  transpose<T>(grad.const_data_ptr<T>() + sample * grad.stride(0), scratch.data_ptr<T>(), cells[2], channels, area, channels * area, area);
+  const T* from = grad.const_data_ptr<T>() + sample * grad.stride(0);
+  if (in_place) return from;
+  transpose<T>(from, scratch.data_ptr<T>(), samples * cells[2], channels, area, channels * area, area);
   return scratch.const_data_ptr<T>();
 }
 
@@ -457,7 +555,7 @@ std::tuple<at::Tensor, at::Tensor> lift_splat_backward_cuda(const at::Tensor& gr
   require_covered(depth.device());
   const int64_t batch = depth.size(0), cameras = depth.size(1), bins = depth.size(2), height = depth.size(3), width = depth.size(4);
   const int64_t channels = context.size(2), area = cells[0] * cells[1] * cells[2];
-  TORCH_CHECK(cameras < 65536 && height < 65536 * kPixels, "mmdet3d_ext::lift_splat_backward: at most 65,535 cameras and ",
+  TORCH_CHECK(batch * cameras < 65536 && height < 65536 * kPixels, "mmdet3d_ext::lift_splat_backward: at most 65,535 images and ",
               65535 * kPixels, " rows, got ", depth.sizes());
   at::Tensor grad_depth = at::empty(depth.sizes(), depth.options().dtype(at::toOpMathType(context.scalar_type())));
   at::Tensor grad_rows = at::empty({batch, cameras, height, width, channels}, context.options());
@@ -471,25 +569,26 @@ std::tuple<at::Tensor, at::Tensor> lift_splat_backward_cuda(const at::Tensor& gr
     AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, context.scalar_type(), "lift_splat_backward", [&] {
       using A = at::opmath_type<scalar_t>;
       const at::Tensor rows = pixels_last<scalar_t>(context);
-      // One sample at a time: its transposed gradient stays in the L2 cache, and a quarter of the memory does for a batch of four.
-      at::Tensor scratch = at::empty({in_place ? 0 : area * channels}, grad.options());
+      // A few samples at a time: their transposed gradient takes less memory, and more of it stays in the L2 cache.
+      const int64_t group = std::min<int64_t>(batch, std::max<int64_t>(1, kGroupBytes / std::max<int64_t>(1, area * channels * sizeof(scalar_t))));
+      at::Tensor scratch = at::empty({in_place ? 0 : group * area * channels}, grad.options());
       dispatch_depth<scalar_t>(weights, [&](auto* type) {
         using depth_t = std::remove_pointer_t<decltype(type)>;
-        for (int64_t b = 0; b < batch; ++b) {
-          const scalar_t* grads = cells_last<scalar_t>(upstream, b, cells, in_place, scratch);
+        for (int64_t b = 0; b < batch; b += group) {
+          const int64_t samples = std::min(group, batch - b);
+          const scalar_t* grads = cells_last<scalar_t>(upstream, b, samples, cells, in_place, scratch);
           const int64_t points = b * cameras * bins * height * width, pixels = b * cameras * height * width;
-          const dim3 grid(blocks(width, kWarps), blocks(height, kPixels), static_cast<unsigned int>(cameras));
-          const auto launch = [&](auto kernel) {
-            kernel<<<grid, kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
-                grads, weights.const_data_ptr<depth_t>() + points, rows.const_data_ptr<scalar_t>() + pixels * channels,
-                cell.const_data_ptr<int32_t>() + points, static_cast<int32_t>(b * area), static_cast<int>(bins), static_cast<int>(height),
-                static_cast<int>(width), channels, grad_depth.data_ptr<A>() + points, grad_rows.data_ptr<scalar_t>() + pixels * channels);
+          const dim3 grid(blocks(width, kShares), blocks(height, kPixels), static_cast<unsigned int>(samples * cameras));
+          const bool wide = aligned(grads, 4 * sizeof(scalar_t)) && aligned(rows.const_data_ptr(), 4 * sizeof(scalar_t));
+          dispatch_lanes(channels, wide, [&](auto quads, auto singles) {
+            lift_backward_kernel<depth_t, scalar_t, decltype(quads)::value, decltype(singles)::value>
+                <<<grid, kBlock, 0, at::cuda::getCurrentCUDAStream()>>>(
+                    grads, weights.const_data_ptr<depth_t>() + points, rows.const_data_ptr<scalar_t>() + pixels * channels,
+                    cell.const_data_ptr<int32_t>() + points, static_cast<int32_t>(b * area), static_cast<int>(bins), static_cast<int>(height),
+                    static_cast<int>(width), channels, grad_depth.data_ptr<A>() + points,
+                    grad_rows.data_ptr<scalar_t>() + pixels * channels);
             C10_CUDA_KERNEL_LAUNCH_CHECK();
-          };
-          if (channels % 4 == 0 && aligned(grads, 4 * sizeof(scalar_t)) && aligned(rows.const_data_ptr(), 4 * sizeof(scalar_t)))
-            launch(&lift_backward_kernel<depth_t, scalar_t, 4>);
-          else
-            launch(&lift_backward_kernel<depth_t, scalar_t, 1>);
+          });
         }
       });
     });

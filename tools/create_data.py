@@ -13,6 +13,8 @@ Examples:
   <extra-tag>_infos_train.pkl, <extra-tag>_infos_val.pkl      (<extra-tag>_infos_test.pkl for v1.0-test)
   <extra-tag>_gt_database/*.bin, <extra-tag>_dbinfos_train.pkl
 A killed run goes on where it stopped when the same command is given again.
+
+Exit codes: 0 done; 1 an error, or "check" found something missing; 2 something to correct in the command or the data.
 """
 from __future__ import annotations
 
@@ -46,7 +48,12 @@ def parse_args(argv=None) -> argparse.Namespace:
     check = commands.add_parser('check', help='say what an info file holds and what it lacks')
     check.add_argument('--root-path', default=None, help='also look whether maps and the first samples are there')
     check.add_argument('--info-file', required=True, nargs='+')
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.command == 'nuscenes' and args.workers < 1:
+        nuscenes.error(f'--workers must be at least 1, got {args.workers}')
+    if args.command == 'nuscenes' and args.max_sweeps < 0:
+        nuscenes.error(f'--max-sweeps must not be negative, got {args.max_sweeps}')
+    return args
 
 
 def make_nuscenes(args: argparse.Namespace) -> int:
@@ -86,7 +93,7 @@ def check(args: argparse.Namespace) -> int:
         print(f'{path}: {len(loaded.infos)} samples; {loaded.metadata}')
         for note in loaded.notes:
             print(f'  {note}')
-        problems = []
+        problems = [] if loaded.infos else ['samples: it holds none']
         for test in (lambda: check_fields(loaded.infos, BASE_FIELDS, path), lambda: check_cameras(loaded.infos, path),  # noqa: B023
                      lambda: check_fields(loaded.infos, ('location', 'radars'), path),  # noqa: B023
                      lambda: check_fields(loaded.infos, ANNOTATION_FIELDS, path)):  # noqa: B023
@@ -111,8 +118,11 @@ def main(argv=None) -> int:
     try:
         return {'nuscenes': make_nuscenes, 'fill-location': fill, 'check': check}[args.command](args)
     except (OSError, ValueError, RuntimeError) as error:
-        print(f'ERROR: {error}', file=sys.stderr)
-        return 1
+        from mmdet3d_ext.errors import raised_on_purpose, text_of
+        if not isinstance(error, OSError) and not raised_on_purpose(error):
+            raise
+        print(f'error: {text_of(error)}', file=sys.stderr)
+        return 2
 
 
 if __name__ == '__main__':

@@ -52,16 +52,14 @@ def main(argv: Optional[List[str]] = None) -> int:
     arguments, overrides = cli.split(parser(), sys.argv[1:] if argv is None else argv)
 
     def program() -> int:
-        from mmdet3d_ext.engine.checkpoint import CheckpointError
+        from mmdet3d_ext.engine.building import correctable
         from mmdet3d_ext.engine.startup import load_settings, start
         cfg = load_settings(arguments.config, overrides)
         device = start(cfg, arguments)
         from mmdet3d_ext.engine.test import Options, test
         names = Options.__dataclass_fields__
-        try:
+        with correctable():
             test(cfg, Options(**{k: v for k, v in vars(arguments).items() if k in names}), device)
-        except CheckpointError as error:
-            raise launch.UserError(str(error)) from error
         return 0
 
     return launch.run(program)

@@ -53,7 +53,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     arguments, overrides = cli.split(parser(), sys.argv[1:] if argv is None else argv)
 
     def program() -> int:
-        from mmdet3d_ext.engine.checkpoint import CheckpointError
+        from mmdet3d_ext.engine.building import correctable
         from mmdet3d_ext.engine.startup import load_settings, start
         extra = ['--seed', str(arguments.seed)] if arguments.seed is not None else []
         extra += ['--amp', '{dtype: fp16}'] if arguments.amp else []
@@ -66,10 +66,8 @@ def main(argv: Optional[List[str]] = None) -> int:
         options = Options(**{k: v for k, v in vars(arguments).items() if k in names})
         if arguments.auto_resume and not options.resume_from:
             options.resume_from = 'auto'
-        try:
+        with correctable():
             result = train(cfg, options, device)
-        except CheckpointError as error:
-            raise launch.UserError(str(error)) from error
         return 3 if result.save_failed else 0
 
     return launch.run(program)

@@ -51,20 +51,18 @@ def main(argv: Optional[List[str]] = None) -> int:
     arguments, overrides = cli.split(parser(), sys.argv[1:] if argv is None else argv)
 
     def program() -> int:
-        from mmdet3d_ext.engine.checkpoint import CheckpointError
+        from mmdet3d_ext.engine.building import correctable
         from mmdet3d_ext.engine.startup import load_settings, start
         from mmdet3d_ext.engine.visualize import Options, visualize
         cfg = load_settings(arguments.config, overrides)
         device = start(cfg, arguments)
         names = Options.__dataclass_fields__
-        try:
+        with correctable():
             files = visualize(cfg, Options(**{k: v for k, v in vars(arguments).items() if k in names}), device)
-        except CheckpointError as error:
-            raise launch.UserError(str(error)) from error
         print(f'{len(files)} pictures in {arguments.out_dir}')
         return 0
 
-    return launch.run(program, clean_errors=(FileNotFoundError,))
+    return launch.run(program)
 
 
 if __name__ == '__main__':

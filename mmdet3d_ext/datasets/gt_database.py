@@ -77,7 +77,10 @@ def _write_objects(info: Mapping[str, Any], root: Path, folder: Path, max_sweeps
         box[2] = boxes[i, 2] - boxes[i, 5] / 2
         inside[:, :3] -= box[:3]
         path = folder / f'{info["token"]}_{info["gt_names"][i]}_{i}.bin'
-        inside.astype(np.float32).tofile(path)
+        try:
+            path.write_bytes(inside.astype(np.float32).tobytes())
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         entries.append({'name': str(info['gt_names'][i]), 'path': f'{folder.name}/{path.name}', 'image_idx': info['token'],
                         'gt_idx': i, 'box3d_lidar': box, 'num_points_in_gt': len(inside), 'difficulty': 0,
                         'box_convention': BOX_CONVENTION})

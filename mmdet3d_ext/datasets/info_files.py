@@ -103,6 +103,7 @@ def load_info_file(path: PathLike, box_convention: Optional[str] = None) -> Info
         keys = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
         raise InfoFileError(f'info file {path}: expected {{infos, metadata}} or {{data_list, metainfo}}, found {keys}')
 
+    check_boxes(infos, path)
     newer = metadata.get('info_format')
     if isinstance(newer, int) and newer > FORMAT_VERSION:
         raise InfoFileError(f'info file {path} has format {newer}, this version reads up to {FORMAT_VERSION}: update '
@@ -226,6 +227,26 @@ def check_fields(infos: Sequence[Mapping[str, Any]], fields: Sequence[str], path
             token = infos[lacking[0]].get('token', '?')
             raise InfoFileError(f'info file {path}: the field {name!r} is missing in {len(lacking)} of {len(infos)} samples '
                                 f'(first: index {lacking[0]}, token {token}). {_remedy(name, Path(path))}')
+
+
+def check_boxes(infos: Sequence[Mapping[str, Any]], path: PathLike) -> None:
+    """The annotations that an info holds must be one row per box: ``gt_boxes`` (n, 7 or more), the others n.
+
+    Raises:
+        InfoFileError: naming the sample, the field and its shape.
+    """
+    for index, info in enumerate(infos):
+        if 'gt_boxes' not in info:
+            continue
+        boxes = np.shape(info['gt_boxes'])
+        where = f'info file {path}: index {index}, token {info.get("token", "?")}: '
+        if boxes[:1] != (0,) and (len(boxes) != 2 or boxes[1] < 7):
+            raise InfoFileError(f'{where}gt_boxes must be (n, 7): x, y, z, l, w, h, yaw; its shape is {boxes}. '
+                                f'{_remedy("gt_boxes", Path(path))}')
+        for name in ANNOTATION_FIELDS:
+            if name in info and len(info[name]) != boxes[0]:
+                raise InfoFileError(f'{where}{name} has {len(info[name])} entries for {boxes[0]} boxes. '
+                                    f'{_remedy(name, Path(path))}')
 
 
 def check_cameras(infos: Sequence[Mapping[str, Any]], path: PathLike, cameras: Sequence[str] = CAMERAS) -> None:

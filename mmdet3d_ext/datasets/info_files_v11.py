@@ -29,7 +29,8 @@ def convert_data_list(data: Mapping[str, Any], path: Path) -> Tuple[List[Dict[st
     metainfo = dict(data['metainfo'])
     categories = metainfo.get('categories') or {name: i for i, name in enumerate(metainfo.get('classes', ()))}
     if not categories:
-        raise InfoFileError(f'info file {path}: metainfo holds neither categories nor classes, so labels have no names')
+        raise InfoFileError(f'info file {path}: metainfo holds neither categories nor classes, so labels have no names. '
+                            'Make it anew with tools/create_data.py')
     names = {int(label): name for name, label in categories.items() if int(label) >= 0}
     infos = []
     for index, sample in enumerate(data['data_list']):

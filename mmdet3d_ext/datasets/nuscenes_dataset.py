@@ -11,6 +11,7 @@ import numpy as np
 from mmdet3d.core.bbox import Box3DMode, LiDARInstance3DBoxes
 from torch.utils.data import Dataset
 
+from ..errors import raised_on_purpose, text_of
 from ..registry import DATASETS, PIPELINES
 from .epoch_state import EpochState
 from .info_files import ANNOTATION_FIELDS, BASE_FIELDS, InfoFileError, check_cameras, check_fields, load_info_file
@@ -25,6 +26,10 @@ _MODALITIES = ('use_lidar', 'use_camera', 'use_radar', 'use_map', 'use_external'
 
 class SampleError(RuntimeError):
     """A sample that cannot be loaded; the message names the sample, the step and the file."""
+
+
+class SampleFault(SampleError):
+    """A sample whose loading failed for another reason than its files and settings: most likely a fault of a step."""
 
 
 @DATASETS.register_module()
@@ -92,6 +97,8 @@ class NuScenesDataset(Dataset):
 
         loaded = load_info_file(ann_file, box_convention)
         infos = loaded.infos[::load_interval]
+        if not infos:
+            raise InfoFileError(f'info file {ann_file} holds no samples: no scene of this split had its files when it was made')
         self.metadata = loaded.metadata
         self.version = loaded.metadata.get('version', 'v1.0-trainval')
         self._check_infos(infos)
@@ -155,8 +162,9 @@ class NuScenesDataset(Dataset):
                 if data is None:
                     break
         except Exception as error:
-            raise SampleError(f'sample {self.tokens[index]} (index {index} of {self.ann_file}), step {type(step).__name__}: '
-                              f'{type(error).__name__}: {error}') from error
+            kind = SampleError if isinstance(error, OSError) or raised_on_purpose(error) else SampleFault
+            raise kind(f'sample {self.tokens[index]} (index {index} of {self.ann_file}), step {type(step).__name__}: '
+                       f'{text_of(error)}') from error
         if may_be_empty:
             return data if data is not None and _has_labels(data) else None
         if data is None:
@@ -330,6 +338,9 @@ def _has_labels(data: Mapping[str, Any]) -> bool:
 def _checked_classes(names: Optional[Sequence[str]]) -> Tuple[str, ...]:
     if names is None:
         return OBJECT_CLASSES
+    if isinstance(names, str) or not names:
+        raise ValueError(f'NuScenesDataset: object_classes must be a list of class names, got {names!r} (null: the ten of '
+                         'nuScenes)')
     known = {*OBJECT_CLASSES, *CATEGORY_TO_CLASS}
     for name in names:
         # A name with a dot is a nuScenes category outside the ten classes, such as "animal" or "vehicle.emergency.police".

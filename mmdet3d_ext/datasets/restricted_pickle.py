@@ -97,8 +97,10 @@ def save(data: Any, path: PathLike) -> None:
             os.fsync(file.fileno())
         os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         os.unlink(temporary)
+        if isinstance(error, OSError) and error.filename is None:  # a full disk does not tell where
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise
 
 

@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import shutil
+import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional, Tuple
@@ -52,6 +53,10 @@ def read_checkpoint(path: str, allow_unsafe: bool = False) -> Dict[str, Any]:
     path = os.fspath(path)
     if re.match(r'^\w+://', path):
         raise CheckpointError(f'{path}: only local files are read; download it first and give its path')
+    if os.path.isdir(path):
+        inside = sorted(os.path.basename(p) for p in glob.glob(os.path.join(path, '*.pth')))
+        hint = f'give one of its files: {", ".join(inside[:8])}' if inside else 'give a file such as latest.pth'
+        raise CheckpointError(f'checkpoint {path} is a folder; {hint}')
     if not os.path.isfile(path):
         near = sorted(glob.glob(os.path.join(os.path.dirname(path) or '.', '*.pth')))
         there = f'; there are {", ".join(os.path.basename(p) for p in near[:8])}' if near else ''
@@ -59,7 +64,8 @@ def read_checkpoint(path: str, allow_unsafe: bool = False) -> Dict[str, Any]:
         raise CheckpointError(f'checkpoint {path} does not exist{broken}{there}')
     size = os.path.getsize(path)
     try:
-        with torch.serialization.safe_globals(_harmless_globals()):
+        with torch.serialization.safe_globals(_harmless_globals()), warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # of old pickles; what matters is an error
             content = torch.load(path, map_location='cpu', weights_only=not allow_unsafe)
     except pickle.UnpicklingError as error:
         if not allow_unsafe and re.search(r'GLOBAL|allowed global|Unsupported class', str(error)):
@@ -86,7 +92,10 @@ def _harmless_globals() -> list:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).split('\n')[0][:300]
+    text = str(error).strip()
+    inner = re.search(r'WeightsUnpickler error: (.*)', text)  # around it torch advises to read the file unsafely
+    text = (inner[1] if inner else text.split('\n')[0])[:300]
+    return text if ' ' in text else f'{type(error).__name__} {text}'.rstrip()
 
 
 def _unsafe_message(path: str, error: BaseException) -> str:
@@ -271,7 +280,11 @@ def load_weights(model: nn.Module, path: str, prefer: str = 'auto', min_matched:
         raise CheckpointError(f'{path} lacks tensors of this model, which would be evaluated with random values there '
                               f'(--allow-partial-checkpoint goes on)\n{report.text()}\n  first missing: '
                               f'{", ".join((report.missing + [m[0] for m in report.mismatched])[:5])}')
+    broken = [k for k, v in state.items() if v.is_floating_point() and not bool(torch.isfinite(v).all())]
     if logger is not None:
+        if broken:
+            logger.error('%s: %d of its tensors hold NaN or infinite values (first: %s): it was saved by a run that had '
+                         'diverged', path, len(broken), ', '.join(broken[:3]))
         logger.info('load checkpoint from local path: %s', path)
         logger.log(logging.INFO if report.complete else logging.WARNING, report.text())
     return report
@@ -416,15 +429,28 @@ def write_atomic(content: Any, path: str) -> None:
         os.replace(temporary, path)
         _sync_folder(os.path.dirname(path) or '.')
     except (OSError, RuntimeError) as error:
+        reason = _why_unwritten(error, temporary)
         try:
             os.unlink(temporary)
         except OSError:
             pass
-        try:
-            free = f'{shutil.disk_usage(os.path.dirname(path) or ".").free / 2**20:.0f} MiB free'
-        except OSError:
-            free = 'the folder is gone'
-        raise CheckpointWriteError(f'cannot write {path}: {_first_line(error)} ({free})') from error
+        raise CheckpointWriteError(f'cannot write {path}: {reason}') from error
+
+
+def _why_unwritten(error: BaseException, temporary: str) -> str:
+    """torch's archive writer hides the system's error behind its own, so look at the disk while the file is still there."""
+    inner = error
+    while inner is not None and not isinstance(inner, OSError):
+        inner = inner.__cause__ or inner.__context__
+    reason = inner.strerror if inner is not None and inner.strerror else _first_line(error)
+    try:
+        written = os.path.getsize(temporary) if os.path.exists(temporary) else 0
+        free = shutil.disk_usage(os.path.dirname(temporary) or '.').free
+    except OSError:
+        return f'{reason} (the folder is gone)'
+    if inner is None and free < 2**20:
+        reason = 'the disk is full'
+    return f'{reason} ({written / 2**20:.0f} MiB were written, {free / 2**20:.0f} MiB free)'
 
 
 def _sync_folder(folder: str) -> None:

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import List, Sequence, Tuple
+from typing import List, NoReturn, Sequence, Tuple
+
+from .launch import quiet_here
 
 
 def split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Tuple[argparse.Namespace, List[str]]:
@@ -29,6 +31,14 @@ def split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Tuple[argpars
         target.append(word)
         if target is ours and name in known and known[name].nargs == 0:
             target = ours
+    complain = parser.error
+
+    def error(message: str) -> NoReturn:
+        if quiet_here():
+            parser.exit(2)
+        complain(message)
+
+    parser.error = error
     return parser.parse_args(ours), overrides
 
 

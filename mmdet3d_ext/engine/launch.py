@@ -30,7 +30,10 @@ from typing import Callable, List, Mapping, Optional, Tuple
 import torch
 import torch.distributed as dist
 
+from ..errors import PACKAGE, RankZeroError
+
 LOGGER_NAME = 'mmdet3d'  # the name in every log line that users' scripts look for
+PACKAGE_LOGGER = 'mmdet3d_ext'  # of the package's parts below the engine
 ABORT_KEY = 'mmdet3d_ext/abort'
 GRACE = 2.5  # seconds that a failing rank waits for the others to read why, before it ends
 START_TIMEOUT = 300.0  # seconds for all ranks to meet; torch's default of 30 minutes hides a rank that died while starting
@@ -39,6 +42,10 @@ COLLECTIVE_TIMEOUT = 1800.0  # seconds a collective may wait for the slowest ran
 
 class LaunchError(RuntimeError):
     """The launcher's environment contradicts itself or the machine."""
+
+
+class RanksDidNotMeet(LaunchError):
+    """Other ranks did not arrive; each rank that waited says so."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,7 @@ def expand_nodelist(text: str) -> List[str]:
 _current: Optional[Launch] = None
 _watch: Optional['_AbortWatch'] = None
 _log_file: Optional[str] = None
-_log_handler: Optional[logging.Handler] = None
+_log_handlers: List[Tuple[str, logging.Handler]] = []
 
 
 def current() -> Launch:
@@ -273,8 +280,9 @@ def _join(launch: Launch, backend: str, start_timeout: float, collective_timeout
     except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError is a RuntimeError
         hint = ('; was this started by srun, one task per rank?' if launch.launcher == 'slurm' else
                 '; the port may be taken by another run, or a rank died while starting: see the messages of the other ranks')
-        raise LaunchError(f'rank {launch.rank} of {launch.world_size} ({launch.launcher}): the ranks did not meet at '
-                          f'{launch.master_addr}:{launch.master_port} within {start_timeout:.0f} s ({error}){hint}') from error
+        raise RanksDidNotMeet(
+            f'rank {launch.rank} of {launch.world_size} ({launch.launcher}): the ranks did not meet at '
+            f'{launch.master_addr}:{launch.master_port} within {start_timeout:.0f} s ({error}){hint}') from error
     kwargs = {}
     if backend == 'nccl':
         kwargs['device_id'] = torch.device('cuda', torch.cuda.current_device())
@@ -327,22 +335,60 @@ class _AbortWatch(threading.Thread):
 
 def attach_rank_log(run_dir: str, stamp: str) -> str:
     """Write this rank's log, and its traceback if it fails, to ``<run_dir>/logging/<stamp>[_<rank>].log``; returns the path."""
-    global _log_file, _log_handler
-    if _log_handler is not None:  # an earlier run in this process
-        for name in (LOGGER_NAME, 'py.warnings'):
-            logging.getLogger(name).removeHandler(_log_handler)
-        _log_handler.close()
+    global _log_file
+    for name, handler in _log_handlers:  # of an earlier run in this process
+        logging.getLogger(name).removeHandler(handler)
+        handler.close()
+    _log_handlers.clear()
     launch = current()
     folder = os.path.join(run_dir, 'logging')
     os.makedirs(folder, exist_ok=True)
     suffix = f'_{launch.rank}' if launch.world_size > 1 else ''
     _log_file = os.path.join(folder, f'{stamp}{suffix}.log')
-    _log_handler = logging.FileHandler(_log_file)
-    _log_handler.setFormatter(logging.Formatter(f'%(asctime)s - rank {launch.rank} - %(name)s - %(levelname)s - %(message)s'))
+    file = LogFile(_log_file)
+    file.setFormatter(logging.Formatter(f'%(asctime)s - rank {launch.rank} - %(name)s - %(levelname)s - %(message)s'))
+    screen = logging.StreamHandler(sys.stderr)
+    screen.setFormatter(_OwnWarnings(f'%(asctime)s - {LOGGER_NAME} - %(levelname)s - %(message)s'))
+    screen.addFilter(lambda record: _own_warning(record, launch.is_master))
     logging.captureWarnings(True)
-    for name in (LOGGER_NAME, 'py.warnings'):
-        logging.getLogger(name).addHandler(_log_handler)
+    _log_handlers.extend([(LOGGER_NAME, file), ('py.warnings', file), ('py.warnings', screen), (PACKAGE_LOGGER, file)])
+    for name, handler in _log_handlers:
+        logging.getLogger(name).addHandler(handler)
+    for handler in logging.getLogger(LOGGER_NAME).handlers:
+        if handler is not file and launch.is_master:
+            _log_handlers.append((PACKAGE_LOGGER, handler))
+            logging.getLogger(PACKAGE_LOGGER).addHandler(handler)
     return _log_file
+
+
+class LogFile(logging.FileHandler):
+    """A log file that reports once, in one line, that it cannot be written (a full disk), and goes on."""
+
+    complained = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.complained:
+            self.complained = True
+            sys.stderr.write(f'ALARM: cannot write the log {self.baseFilename}: {error.strerror}. It lacks lines from here on\n')
+
+
+def _own_warning(record: logging.LogRecord, is_master: bool) -> bool:
+    """Warnings of this package are for the user's screen: about files from every rank, about settings from one."""
+    text = record.getMessage()
+    return text.startswith(os.path.join(PACKAGE, '') if is_master else os.path.join(PACKAGE, 'datasets', ''))
+
+
+class _OwnWarnings(logging.Formatter):
+    """``<file>:<line>: <category>: <text>\n  <source>`` without what is only of use to developers."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = re.sub(r'^\S+?:\d+: \w+: ', '', record.getMessage()).rstrip()
+        text = re.sub(r'\n  [^\n]*$', '', text)
+        plain = logging.makeLogRecord(dict(record.__dict__, msg=text, args=()))
+        return super().format(plain)
 
 
 def _emit(text: str, screen: bool = True) -> None:
@@ -372,16 +418,22 @@ def run(program: Callable[[], Optional[int]], clean_errors: Tuple[type, ...] = (
 
     A rank that fails writes its traceback to stderr and to its log file, tells the other ranks, and ends at once without
     waiting for them (exit code 1); each of them ends within seconds and names the rank that failed.
+
+    With several ranks over gloo the process ends here, also after a success: see :func:`stop`.
     """
     try:
-        code = program()
-        stop()
-        return int(code or 0)
+        code = int(program() or 0)
+        if not stop():
+            _exit(code)
+        return code
+    except RankZeroError as error:
+        return _fail(f'{_tag()}{error}', error, 1, follower=True)
     except (UserError, LaunchError) + tuple(clean_errors) as error:
         return _fail(f'{_tag()}error: {error}', error, 2, clean=True)
     except SystemExit as error:
         if error.code in (0, None):
-            stop()
+            if not stop():
+                _exit(0)
             return 0
         return _fail(f'{_tag()}{error.code}', error, error.code if isinstance(error.code, int) else 1)
     except KeyboardInterrupt as error:
@@ -398,8 +450,38 @@ def _tag() -> str:
     return f'[rank {launch.rank}] ' if launch.world_size > 1 else ''
 
 
-def _fail(text: str, error: BaseException, code: int, clean: bool = False) -> int:
+def _exit(code: int) -> None:
+    """End the process without destructors."""
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            pass
+    os._exit(code)
+
+
+def quiet_here() -> bool:
+    """Whether another rank of this machine shows a mistake in the command or the configuration: all ranks see the same.
+
+    Waits a moment before it says so: a launcher ends the other ranks as soon as one has ended.
+    """
+    try:
+        launch = detect()
+    except LaunchError:
+        return False
+    if launch.local_rank == 0 or launch.world_size == 1:
+        return False
+    time.sleep(GRACE)
+    return True
+
+
+def _fail(text: str, error: BaseException, code: int, clean: bool = False, follower: bool = False) -> int:
     launch = current()
+    if clean and _watch is None and not isinstance(error, RanksDidNotMeet) and quiet_here():
+        return code
+    if follower and _watch is not None:  # rank 0 says what happened; its report is on the way
+        time.sleep(2 * GRACE + 4 * _watch.interval)
     if clean and _watch is not None and not launch.is_master:
         time.sleep(1.5 * _watch.interval)  # a mistake in the configuration fails on every rank: rank 0 says it once
     if _watch is not None and _watch.told:  # this rank only failed because another had left
@@ -419,13 +501,22 @@ def _fail(text: str, error: BaseException, code: int, clean: bool = False) -> in
     os._exit(code)  # no destructor may wait for a collective that the other ranks never join
 
 
-def stop() -> None:
-    """Leave the process group after a success."""
+def stop() -> bool:
+    """Leave the process group after a success.
+
+    Returns:
+        False if the group could only be abandoned: gloo's destructor (torch 2.7) now and then waits forever for a peer that is
+        already gone, holding the interpreter's lock, so the process must end by :func:`os._exit` once its files are closed.
+    """
     global _watch, _current
+    closed = True
     if dist.is_initialized():
+        closed = dist.get_backend() != 'gloo' or dist.get_world_size() == 1
         if _watch is not None:
             dist.barrier()
             _watch.stopped.set()
             dist.barrier()  # no watch may still look for a store whose host has left
-        dist.destroy_process_group()
+        if closed:
+            dist.destroy_process_group()
     _watch, _current = None, None
+    return closed

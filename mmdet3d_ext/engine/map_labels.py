@@ -1,4 +1,4 @@
-"""Checks before the first step that map labels and map heads mean the same: classes, metres, cells."""
+"""Checks before the first step that labels and heads mean the same: classes, metres, cells."""
 from __future__ import annotations
 
 from typing import Any, Iterator
@@ -35,6 +35,32 @@ def check_map_labels(model: nn.Module, dataset: Any, evaluation: bool = False) -
                 raise UserError(f'the map head makes {output} (model.heads.map.grid_transform.output_scope), but it is '
                                 f'evaluated on {labels.grid} (xbound/ybound of LoadBEVSegmentation in the validation '
                                 'pipeline); align the two')
+
+
+def check_object_labels(model: nn.Module, dataset: Any) -> None:
+    """Compare the classes of every detection head of ``model`` with those that ``dataset`` numbers its labels by.
+
+    Raises:
+        UserError: naming both configuration keys and both values.
+    """
+    while not hasattr(dataset, 'CLASSES') and (getattr(dataset, 'dataset', None) or getattr(dataset, 'datasets', None)):
+        dataset = getattr(dataset, 'dataset', None) or dataset.datasets[0]
+    labels = getattr(dataset, 'CLASSES', None)
+    heads = getattr(model, 'heads', None)
+    if labels is None or heads is None:
+        return
+    for task, head in heads.items():
+        if not hasattr(head, 'get_bboxes') or getattr(head, 'num_classes', None) is None:
+            continue
+        count = head.num_classes if isinstance(head.num_classes, int) else sum(head.num_classes)
+        if count != len(labels):
+            raise UserError(f'model.heads.{task} has {count} classes (num_classes, or the classes of its tasks), but the data '
+                            f'set labels {len(labels)}: {list(labels)} (object_classes); make them the same')
+        groups = getattr(head, 'class_names', None) or []
+        names = [name for group in groups for name in ([group] if isinstance(group, str) else group)]
+        if names and names != list(labels):
+            raise UserError(f'model.heads.{task} names its classes {names}, but the data set numbers its labels by '
+                            f'{list(labels)} (object_classes): both must have the same order')
 
 
 def _label_steps(dataset: Any) -> Iterator[Any]:

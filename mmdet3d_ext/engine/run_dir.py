@@ -17,6 +17,8 @@ from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
 import torch
 import torch.distributed as dist
 
+from ..errors import text_of
+
 BOX_CONVENTION = 'mmdet3d-1.0: x, y, z_bottom, l, w, h, yaw (counter-clockwise, 0 along +x)'
 # Where a run goes and from where it continues do not change what it computes.
 NOT_HASHED = ('run_dir', 'work_dir', 'resume_from', 'auto_resume', 'launcher')
@@ -90,7 +92,7 @@ def prepare(run_dir: str, cfg: Mapping[str, Any], resuming: bool) -> Tuple[str, 
                 stream.write(dump_config(cfg))
             shared = [stamp, moved, None]
         except OSError as error:
-            shared[2] = f'cannot write the run folder {run_dir}: {error}'
+            shared[2] = f'cannot write the run folder: {text_of(error)}; give another one with --run-dir'
     if dist.is_initialized():
         dist.broadcast_object_list(shared, src=0)
     if shared[2]:

@@ -187,6 +187,12 @@ class CustomEpochBasedRunner(EpochBasedRunner):
             self.optimizer.load_state_dict(content['optimizer'])
         except (ValueError, KeyError) as error:
             raise files.CheckpointError(f'{path}: its optimizer state does not fit this model and optimizer: {error}') from None
+        lacking = sorted({key for group in self.optimizer.param_groups for key in set(self.optimizer.defaults) - set(group)})
+        if lacking:
+            raise files.CheckpointError(f'{path}: its optimizer state is of another optimizer than '
+                                        f'{type(self.optimizer).__name__} (optimizer.type), it lacks {", ".join(lacking)}; '
+                                        'resume with the optimizer of that run, or start a new stage from its weights with '
+                                        '--load_from')
         kept = [(g.get('initial_lr', g['lr']), g.get('weight_decay')) for g in self.optimizer.param_groups]
         changed = [(new, old) for new, old in zip(wanted, kept, strict=False) if new != old]
         if changed:

@@ -11,13 +11,15 @@ from typing import Any, Dict, List, Mapping, Optional
 
 import torch
 
+from ..errors import text_of
 from ..metrics import on_rank_zero
 from . import run_dir as run_dirs
 from .amp import plan_amp
+from .building import check_whole, running
 from .checkpoint import load_weights, read_checkpoint
 from .evaluate import TASKS, ResultCollector, build_evaluators, evaluate, table, write_metrics
 from .launch import UserError, attach_rank_log, current
-from .map_labels import check_map_labels
+from .map_labels import check_map_labels, check_object_labels
 from .seeding import derive, seed_all
 from .train import make_loader, make_logger, make_model
 
@@ -53,10 +55,11 @@ def test(cfg: Mapping[str, Any], options: Options, device: torch.device) -> Dict
     dataset_cfg = (cfg.get('data') or {}).get(options.split) or (cfg.get('data') or {}).get('val')
     if not dataset_cfg:
         raise UserError(f'the configuration has no data.{options.split}')
+    check_whole(cfg, 'seed', 0)
     launch = current()
     folder = os.path.abspath(options.out_dir or _default_folder(options.checkpoint))
     stamp = time.strftime('%Y%m%d_%H%M%S')
-    on_rank_zero(lambda: os.makedirs(folder, exist_ok=True))
+    on_rank_zero(lambda: _make_writable(folder, options.out))
     logger = make_logger(folder, stamp, launch, cfg.get('log_level'))
     attach_rank_log(folder, stamp)
     for note in launch.notes:
@@ -77,19 +80,33 @@ def test(cfg: Mapping[str, Any], options: Options, device: torch.device) -> Dict
         from mmcv.cnn import fuse_conv_bn
         model = fuse_conv_bn(model)
     model.to(device)
-    loader = make_loader(cfg, dataset_cfg, int(cfg.get('seed') or 0), train=False)
+    loader = make_loader(cfg, dataset_cfg, int(cfg.get('seed') or 0), train=False, key=f'data.{options.split}')
+    check_object_labels(model, loader.dataset)
     check_map_labels(model, loader.dataset, evaluation=True)
     evaluators = build_evaluators(cfg, loader.dataset, folder, tasks, options.format_only)
     collector = ResultCollector() if options.out and options.out.endswith(('.pkl', '.pickle')) else None
     amp_dtype = plan_amp(cfg, device, logger).dtype if options.amp else None
     logger.info('evaluating %d samples on %d process(es), device %s', len(loader.dataset), launch.world_size, device)
-    metrics = evaluate(model, loader, evaluators + ([collector] if collector else []), device, amp_dtype, len(loader.dataset))
+    with running(model):
+        metrics = evaluate(model, loader, evaluators + ([collector] if collector else []), device, amp_dtype,
+                           len(loader.dataset))
     if not metrics and not options.format_only and not collector:
         raise UserError(f'nothing was evaluated: the model\'s output holds nothing for --eval {" ".join(options.eval or [])}')
     _report(logger, metrics, evaluators, folder, options)
     if options.out:
         _write_results(options.out, collector, folder, logger)
     return metrics
+
+
+def _make_writable(folder: str, out: Optional[str]) -> None:
+    """Make the folders of the results before hours of evaluation, not after."""
+    for path in [folder] + ([os.path.dirname(os.path.abspath(out))] if out else []):
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as error:
+            raise UserError(f'cannot write results there: {text_of(error)}') from error
+        if not os.access(path, os.W_OK):
+            raise UserError(f'cannot write results there: {path}: no permission')
 
 
 def _tasks(names: Optional[List[str]]) -> Optional[List[str]]:

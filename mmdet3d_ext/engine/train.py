@@ -1,23 +1,22 @@
 """Training from a configuration: data, model, optimizer, runner, hooks."""
 from __future__ import annotations
 
-import contextlib
-import difflib
 import json
 import logging
 import os
 import sys
 from dataclasses import dataclass
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
-from mmcv.runner import HOOKS, RUNNERS, build_optimizer
+from mmcv.runner import HOOKS, OPTIMIZERS, RUNNERS, build_optimizer
 from torch import nn
 
 from ..metrics import on_rank_zero
 from . import run_dir as run_dirs
 from .amp import AmpPlan, plan_amp
+from .building import building, check_number, check_type, check_whole, running, where
 from .checkpoint import clean_leftovers, load_weights, newest_checkpoint, read_checkpoint
 from .evaluate import build_evaluators, evaluate, table
 from .hooks import (
@@ -31,8 +30,8 @@ from .hooks import (
 from .hooks.ema import AverageSteps
 from .hooks.logging import survive_full_disk
 from .hooks.optimizer import make_scaler
-from .launch import LOGGER_NAME, Launch, UserError, attach_rank_log, current
-from .map_labels import check_map_labels
+from .launch import LOGGER_NAME, Launch, LogFile, UserError, attach_rank_log, current
+from .map_labels import check_map_labels, check_object_labels
 from .parallel import StepModel
 from .runner import CustomEpochBasedRunner
 from .seeding import agree_on_seed, derive, make_deterministic, seed_all
@@ -79,6 +78,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     device = device or torch.device('cpu')
     launch = current()
     epochs = _max_epochs(cfg)
+    check_settings(cfg)
     resume = options.resume_from or cfg.get('resume_from') or ('auto' if cfg.get('auto_resume') else None)
     folder = options.run_dir or cfg.get('run_dir') or cfg.get('work_dir') or run_dirs.default_run_dir(cfg)
     resume, broken = _find_resume(resume, folder)
@@ -108,8 +108,10 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     val = cfg['data'].get('val') if options.validate else None
     val_loader = make_loader(cfg, val, seed, train=False) if val else None
     model = make_model(cfg)
+    check_object_labels(model, loader.dataset)
     check_map_labels(model, loader.dataset)
     if val_loader is not None:
+        check_object_labels(model, val_loader.dataset)
         check_map_labels(model, val_loader.dataset, evaluation=True)
     if launch.world_size > 1 and cfg.get('sync_bn') and device.type == 'cuda':
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
@@ -134,7 +136,8 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     _warn_about_warm_up(cfg, logger, epochs * len(loader))
     if runner.epoch >= epochs:
         logger.warning('the checkpoint is at epoch %d and max_epochs is %d: nothing is left to train', runner.epoch, epochs)
-    runner.run([loader], [('train', 1)])
+    with running(model):
+        runner.run([loader], [('train', 1)])
     failed = [runner.save_failed]
     if dist.is_initialized():
         dist.broadcast_object_list(failed, src=0)
@@ -151,14 +154,17 @@ def make_logger(folder: str, stamp: str, launch: Launch, level: Optional[str] = 
         logger.removeHandler(handler)
         handler.close()
     logger.propagate = False
-    logger.setLevel(getattr(logging, str(level or 'INFO').upper(), logging.INFO))
+    number = logging.getLevelName(str(level or 'INFO').upper())
+    if not isinstance(number, int):
+        raise UserError(f'key log_level must be DEBUG, INFO, WARNING or ERROR, got {level!r}')
+    logger.setLevel(number)
     plain = logging.Formatter('%(asctime)s - %(name)s - %(levelname)s - %(message)s')
     screen = logging.StreamHandler(sys.stderr)
     screen.setFormatter(plain)
     screen.setLevel(logging.NOTSET if launch.is_master else logging.ERROR)
     logger.addHandler(screen)
     if launch.is_master:
-        file = logging.FileHandler(os.path.join(folder, f'{stamp}.log'))
+        file = LogFile(os.path.join(folder, f'{stamp}.log'))
         file.setFormatter(plain)
         logger.addHandler(file)
     from mmcv.utils.logging import logger_initialized
@@ -203,38 +209,50 @@ def _seed(cfg: Mapping[str, Any], resume: Optional[str], options: Options) -> Op
     return cfg.get('seed')
 
 
-@contextlib.contextmanager
-def building(what: str) -> Iterator[None]:
-    """Errors while something is built from the configuration (a missing file, a wrong argument) become one clean message.
-
-    The traceback goes to the rank's log file.
+def check_settings(cfg: Mapping[str, Any]) -> None:
+    """Plain values that would only fail, or be taken silently for something else, after the data and the model are built.
 
     Raises:
-        UserError: naming the section and the error.
+        UserError: naming the key, its file and its value.
     """
-    try:
-        yield
-    except (ValueError, KeyError, TypeError, OSError, RuntimeError, AssertionError) as error:
-        text = error.args[0] if isinstance(error, KeyError) and error.args else error  # a KeyError shows its text in quotes
-        raise UserError(f'{what}: {type(error).__name__}: {text}') from error
+    check_number(cfg, 'optimizer', ('lr', 'weight_decay'))
+    for key, least in (('log_config.interval', 1), ('evaluation.interval', 1), ('data.samples_per_gpu', 1),
+                       ('data.workers_per_gpu', 0), ('optimizer_config.cumulative_iters', 1)):
+        check_whole(cfg, key, least)
+    if (cfg.get('optimizer') or {}).get('type') is not None:
+        check_type(cfg, 'optimizer.type', cfg['optimizer']['type'], list(OPTIMIZERS.module_dict))
+    for number, hook in enumerate((cfg.get('log_config') or {}).get('hooks') or []):
+        check_type(cfg, f'log_config.hooks.{number}', hook.get('type') if isinstance(hook, Mapping) else hook,
+                   list(HOOKS.module_dict))
+    for key, ending in (('lr_config', 'LrUpdaterHook'), ('momentum_config', 'MomentumUpdaterHook')):
+        policy = (cfg.get(key) or {}).get('policy')
+        if policy is not None:
+            names = [name[:-len(ending)] for name in HOOKS.module_dict if name.endswith(ending) and name != ending]
+            check_type(cfg, f'{key}.policy', policy, names + [name.lower() for name in names])
+    clip = (cfg.get('optimizer_config') or {}).get('grad_clip')
+    if clip is not None and not isinstance(clip, Mapping):
+        raise UserError(f'{where(cfg, "optimizer_config.grad_clip")} must be a mapping such as {{max_norm: 35, norm_type: 2}} '
+                        f'or null, got {clip!r}')
 
 
-def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], train: bool) -> torch.utils.data.DataLoader:
-    """A data set with this rank's loader."""
+def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], train: bool,
+                key: Optional[str] = None) -> torch.utils.data.DataLoader:
+    """A data set with this rank's loader; ``key``: where the configuration has the data set, for messages."""
     from ..datasets.builder import build_dataloader, build_dataset
     from ..registry import profile
     launch = current()
     data = cfg['data']
     special = dict(data.get('train_dataloader' if train else 'val_dataloader') or {})
-    what = f'data.{"train" if train else "val"}'
-    with building(what), profile(cfg.get('compat')):
-        dataset = build_dataset(run_dirs.to_plain(dataset_cfg), **({} if train else {'test_mode': True}))
+    key = key or f'data.{"train" if train else "val"}'
+    settings = run_dirs.to_plain(dataset_cfg)
+    with building(key, cfg, settings), profile(cfg.get('compat')):
+        dataset = build_dataset(settings, **({} if train else {'test_mode': True}))
     samples = special.pop('samples_per_gpu', data['samples_per_gpu'] if train else 1)
     workers = special.pop('workers_per_gpu', data.get('workers_per_gpu', 0))
-    for key in ('persistent_workers', 'prefetch_factor', 'pin_memory'):
-        if data.get(key) is not None:
-            special.setdefault(key, data[key])
-    with building(what):
+    for name in ('persistent_workers', 'prefetch_factor', 'pin_memory'):
+        if data.get(name) is not None:
+            special.setdefault(name, data[name])
+    with building(key):
         return build_dataloader(dataset, samples, workers, shuffle=train, seed=seed, num_replicas=launch.world_size,
                                 rank=launch.rank, **special)
 
@@ -242,8 +260,9 @@ def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], t
 def make_model(cfg: Mapping[str, Any]) -> nn.Module:
     """The configured model with its initial (or ``init_cfg``) weights, on the CPU."""
     from ..models.builder import build_model
-    with building('model'):
-        model = build_model(run_dirs.to_plain(cfg['model']), cfg.get('compat'))
+    settings = run_dirs.to_plain(cfg['model'])
+    with building('model', cfg, settings):
+        model = build_model(settings, cfg.get('compat'))
         if hasattr(model, 'init_weights'):
             model.init_weights()
     return model
@@ -275,7 +294,8 @@ def make_optimizer(cfg: Mapping[str, Any], model: nn.Module, logger: logging.Log
             logger.warning('\n%s\nThe effective batch is %d samples (ranks x samples_per_gpu x cumulative_iters), the recipe '
                            'was made for %d.\nIts learning rate %g stays; in proportion it would be %g (--auto_scale_lr.enable '
                            'true).\n%s', bar, batch, base, settings['lr'], settings['lr'] * factor, bar)
-    optimizer = build_optimizer(model, settings)
+    with building('optimizer', cfg, settings):
+        optimizer = build_optimizer(model, settings)
     merge_groups(optimizer)
     return optimizer
 
@@ -314,9 +334,12 @@ def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: 
                    val_loader: Any, device: torch.device) -> None:
     """All hooks, in mmcv's order of priorities."""
     runner.register_hook(EpochSetupHook(seed, int(cfg.get('gt_paste_stop_epoch') or -1)), priority='VERY_HIGH')
-    runner.register_lr_hook(_schedule(cfg.get('lr_config')))
-    runner.register_momentum_hook(_schedule(cfg.get('momentum_config')))
-    _register_optimizer_hook(runner, cfg, amp, device)
+    with building('lr_config'):
+        runner.register_lr_hook(_schedule(cfg.get('lr_config')))
+    with building('momentum_config'):
+        runner.register_momentum_hook(_schedule(cfg.get('momentum_config')))
+    with building('optimizer_config'):
+        _register_optimizer_hook(runner, cfg, amp, device)
     ema = _register_ema(runner, cfg)
     runner.register_hook(BatchNormSyncHook(ema), priority='ABOVE_NORMAL')
     settings = run_dirs.to_plain(cfg.get('checkpoint_config'))
@@ -326,18 +349,20 @@ def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: 
             settings.pop(key, None)
         if kind not in ('CheckpointHook', 'SafeCheckpointHook'):
             raise UserError(f'key checkpoint_config.type: {kind!r} is not known; leave it out')
-        runner.register_hook(SafeCheckpointHook(**settings), priority='NORMAL')
+        with building('checkpoint_config'):
+            runner.register_hook(SafeCheckpointHook(**settings), priority='NORMAL')
     runner.register_timer_hook(dict(type='IterTimerHook'))
     if val_loader is not None:
         _register_evaluation(runner, cfg, val_loader, device, amp, ema)
-    _register_loggers(runner, cfg, len(loader))
+    with building('log_config'):
+        _register_loggers(runner, cfg, len(loader))
     survive_full_disk(runner)
-    for hook in run_dirs.to_plain(cfg.get('custom_hooks')) or []:
-        if not isinstance(hook, Mapping) or HOOKS.get(str(hook.get('type'))) is None:
-            name = hook.get('type') if isinstance(hook, Mapping) else hook
-            near = difflib.get_close_matches(str(name), list(HOOKS.module_dict), n=1)
-            raise UserError(f'key custom_hooks: unknown hook {hook!r}' + (f'; did you mean {near[0]!r}?' if near else ''))
-    runner.register_custom_hooks(run_dirs.to_plain(cfg.get('custom_hooks')))
+    hooks = run_dirs.to_plain(cfg.get('custom_hooks'))
+    for number, hook in enumerate(hooks or []):
+        check_type(cfg, f'custom_hooks.{number}', hook.get('type') if isinstance(hook, Mapping) else hook,
+                   list(HOOKS.module_dict))
+    with building('custom_hooks', cfg, hooks):
+        runner.register_custom_hooks(hooks)
 
 
 def _register_loggers(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], iterations: int) -> None:
@@ -381,10 +406,8 @@ def _register_ema(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any]) -> Opt
     settings.pop('type', None)
     if settings.pop('enable', settings.pop('enabled', True)) is False:
         return None
-    try:
+    with building('ema'):
         hook = WeightAverageHook(**settings)
-    except TypeError as error:
-        raise UserError(f'key ema: {error}; it takes decay, evaluate, warm_up') from None
     runner.register_hook(hook, priority='ABOVE_NORMAL')
     runner.stateful['ema_state_dict'] = hook
     runner.stateful['ema_info'] = AverageSteps(hook)
@@ -403,8 +426,9 @@ def _register_evaluation(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any],
         runner.logger.info('Evaluation of %d samples\n%s', len(loader.dataset), table(metrics))
         return metrics
 
-    hook = EvaluationHook(run, len(loader), settings.get('interval', 1), settings.get('start'), settings.get('save_best'),
-                          settings.get('rule'), bool(settings.get('before_train')), ema)
+    with building('evaluation'):
+        hook = EvaluationHook(run, len(loader), settings.get('interval', 1), settings.get('start'), settings.get('save_best'),
+                              settings.get('rule'), bool(settings.get('before_train')), ema)
     runner.register_hook(hook, priority='LOW')
 
 

@@ -1,6 +1,7 @@
 """Drawing samples with labels or predictions: what ``tools/visualize.py`` does after it has parsed its words."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from dataclasses import dataclass
@@ -11,11 +12,14 @@ import torch
 from mmcv.parallel import collate
 from PIL import Image
 
+from ..errors import text_of
 from ..visualization import BevMap, Boxes, Scene, draw_scene
 from . import run_dir as run_dirs
+from .building import building, running
 from .checkpoint import load_weights, read_checkpoint
 from .evaluate import forward
 from .launch import UserError
+from .map_labels import check_object_labels
 from .parallel import unpack_batch
 from .test import UNTRAINED
 from .train import make_model
@@ -56,23 +60,40 @@ def visualize(cfg: Mapping[str, Any], options: Options, device: torch.device) ->
         raise UserError('--mode pred needs --checkpoint FILE ("none" draws the untrained model)')
     if options.num is not None and options.num < 1:
         raise UserError(f'--num must be at least 1, got {options.num}')
+    if options.width < 320:
+        raise UserError(f'--width must be at least 320 pixels, got {options.width}')
     dataset = make_dataset(cfg, options.split)
     model = None
     if options.mode == 'pred':
         model = make_model(cfg)
+        check_object_labels(model, dataset)
         if options.checkpoint != UNTRAINED:
             content = read_checkpoint(options.checkpoint, options.allow_unsafe_checkpoint)
             load_weights(model, options.checkpoint, options.weights, complete=True,
                          allow_partial=options.allow_partial_checkpoint, logger=logger, content=content)
         model.to(device).eval()
-    os.makedirs(options.out_dir, exist_ok=True)
+    try:
+        os.makedirs(options.out_dir, exist_ok=True)
+    except OSError as error:
+        raise UserError(f'cannot write pictures there: {text_of(error)}; give another --out-dir') from error
     files = []
     for index in _progress(_chosen(len(dataset), options.num)):
-        scene = make_scene(cfg, dataset, index, model, device, options.bbox_score)
+        with running(model) if model is not None else contextlib.nullcontext():
+            scene = make_scene(cfg, dataset, index, model, device, options.bbox_score)
         file = os.path.join(options.out_dir, f'{index:05d}_{dataset.tokens[index][:8]}.png')
-        Image.fromarray(draw_scene(scene, options.width, options.map_score)).save(file)
+        _save(draw_scene(scene, options.width, options.map_score), file)
         files.append(file)
     return files
+
+
+def _save(picture: np.ndarray, file: str) -> None:
+    """Write a PNG, whole or not at all."""
+    try:
+        Image.fromarray(picture).save(file)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(file)
+        raise
 
 
 def make_dataset(cfg: Mapping[str, Any], split: str) -> Any:
@@ -83,11 +104,12 @@ def make_dataset(cfg: Mapping[str, Any], split: str) -> Any:
     chosen = data.get(split)
     if not chosen:
         raise UserError(f'the configuration has no data.{split} (--split); it has {[k for k, v in data.items() if v]}')
+    key = f'data.{split}'
     while isinstance(chosen.get('dataset'), Mapping):  # CBGSDataset and other wrappers
-        chosen = chosen['dataset']
+        chosen, key = chosen['dataset'], f'{key}.dataset'
     reference = data.get('val') or data.get('test') or chosen
     chosen = dict(chosen, pipeline=reference['pipeline'], test_mode=True)
-    with profile(cfg.get('compat')):
+    with building(key, cfg, chosen), profile(cfg.get('compat')):
         return build_dataset(chosen)
 
 

@@ -10,6 +10,8 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..errors import RankZeroError
+
 T = TypeVar('T')
 
 
@@ -79,7 +81,7 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     """Do ``work`` on rank 0 and give its result to all ranks; if it fails there, every rank raises instead of waiting.
 
     Raises:
-        RuntimeError: on the other ranks, with rank 0's message. Rank 0 raises its own exception.
+        RankZeroError: on the other ranks, with rank 0's message. Rank 0 raises its own exception.
     """
     if world_size() == 1:
         return work()
@@ -95,5 +97,5 @@ def on_rank_zero(work: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     if outcome[1] is not None:
-        raise RuntimeError(f'rank 0 failed: {outcome[1]}')
+        raise RankZeroError(f'rank 0 failed: {outcome[1]}')
     return outcome[0]

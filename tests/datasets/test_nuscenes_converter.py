@@ -249,9 +249,9 @@ def test_command_line(root, tmp_path):
 
 
 def test_command_line_failure_is_one_line(tool, tmp_path, capsys):
-    assert tool('nuscenes', '--root-path', tmp_path / 'nowhere') == 1
+    assert tool('nuscenes', '--root-path', tmp_path / 'nowhere') == 2
     message = capsys.readouterr().err
-    assert message.startswith('ERROR: data root') and 'nowhere does not exist' in message and message.count('\n') == 1
+    assert message.startswith('error: data root') and 'nowhere does not exist' in message and message.count('\n') == 1
 
 
 def test_fill_location_completes_an_older_file(root, made, tmp_path, tool, capsys):

@@ -194,7 +194,7 @@ def test_keep_last_and_best(tmp_path):
     assert read_checkpoint(str(tmp_path / 'run' / f'best_toy_mse_epoch_{best}.pth'))['meta']['epoch'] == best
     record = json.load(open(tmp_path / 'run' / 'best.json'))
     assert record['epoch'] == best and record['score'] == pytest.approx(scores[best], abs=1e-5)
-    with pytest.raises(KeyError, match="no metric 'object/nds'.*toy/mse"):
+    with pytest.raises(UserError, match="evaluation.save_best.*no metric 'object/nds'.*toy/mse"):
         run(tmp_path, '--evaluation.save_best', 'object/nds')
 
 
@@ -279,8 +279,10 @@ def test_average_follows_its_formula(tmp_path):
 @pytest.mark.parametrize('wrong, message', [
     ({'ema': {'decay': 1.5}}, 'ema.decay must be between 0 and 1'), ({'ema': {'decy': 0.9}}, 'decy'),
     ({'amp': {'dtype': 'fp8'}}, "amp.dtype: 'fp8' is not one of"), ({'amp': {'type': 'fp16'}}, "unknown keys \\['type'\\]"),
-    ({'custom_hooks': [{'type': 'EMAHok'}]}, "unknown hook .* did you mean 'EMAHook'"), ({'seed': -1}, 'seed must be'),
-    ({'runner': {'type': 'IterBasedRunner', 'max_epochs': 2}}, 'runner.type'), ({'max_epochs': 0}, 'max_epochs must be')])
+    ({'custom_hooks': [{'type': 'EMAHok'}]}, "custom_hooks.0': 'EMAHok' is not known; did you mean 'EMAHook'"), ({'seed': -1}, 'seed must be'),
+    ({'runner': {'type': 'IterBasedRunner', 'max_epochs': 2}}, 'runner.type'), ({'max_epochs': 0}, 'max_epochs must be'),
+    ({'data': {'samples_per_gpu': 0, 'train': {'type': 'EngineToyDataset'}}},
+     "key 'data.samples_per_gpu' must be a whole number >= 1, got 0")])
 def test_wrong_settings_are_named(tmp_path, wrong, message):
     with pytest.raises((UserError, ValueError), match=message):
         run(tmp_path, **wrong)
@@ -288,9 +290,10 @@ def test_wrong_settings_are_named(tmp_path, wrong, message):
 
 @pytest.mark.parametrize('wrong, message', [
     ({'model': {'type': 'EngineToyModle'}},
-     "model: KeyError: unknown model type 'EngineToyModle'; did you mean 'EngineToyModel'"),
-    ({'model': {'type': 'EngineToyModel', 'widht': 3}}, "model: TypeError: .*no argument 'widht'; did you mean 'width'"),
-    ({'data': {'samples_per_gpu': 0, 'train': {'type': 'EngineToyDataset'}}}, 'data.train: ValueError: data.samples_per_gpu')])
+     "toy.yaml:.*key 'model.type': unknown model type 'EngineToyModle'; did you mean 'EngineToyModel'"),
+    ({'model': {'type': 'EngineToyModel', 'widht': 3}}, "toy.yaml:.*key 'model.widht': .*no argument 'widht'; did you mean 'width'"),
+    ({'data': {'samples_per_gpu': 1, 'train': {'type': 'EngineToyDataset', 'sise': 3}}},
+     "toy.yaml:.*key 'data.train.sise': .*did you mean 'size'")])
 def test_what_cannot_be_built_is_one_message_and_a_traceback_in_the_log(tmp_path, wrong, message):
     from mmdet3d_ext.engine import launch
     with pytest.raises(UserError, match=message):

@@ -38,7 +38,7 @@ def test_collectives():
         assert outcome['value'] == 42 and outcome['objects'] == [0, 10, 20]
         assert outcome['sum'] == [3 * 2 ** 40 + 3, 3] and outcome['unchanged'] == [2 ** 40 + rank, 1]
     assert outcomes[0]['error'] == 'ValueError: broken'
-    assert all(outcome['error'] == 'RuntimeError: rank 0 failed: ValueError: broken' for outcome in outcomes[1:])
+    assert all(outcome['error'] == 'RankZeroError: rank 0 failed: ValueError: broken' for outcome in outcomes[1:])
 
 
 def test_one_process_without_a_group():

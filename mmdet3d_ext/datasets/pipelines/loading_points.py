@@ -32,6 +32,9 @@ def read_points(path: str, load_dim: int) -> np.ndarray:
         if size % (4 * load_dim):
             raise ValueError(f'point cloud {path!r} is damaged or cut off: {size} bytes is not a whole number of points of '
                              f'{load_dim} float32 values ({4 * load_dim} bytes); copy the file again (or correct load_dim)')
+        if size == 0:
+            warn_once(f'point cloud {path!r} is empty (0 bytes): taken as a cloud without points; copy the file again if the '
+                      'original is not')
         values = np.fromfile(path, dtype=np.float32)
     if values.size % load_dim:
         raise ValueError(f'point cloud {path!r} holds {values.size} values, not a multiple of load_dim={load_dim}')

@@ -12,6 +12,7 @@ from typing import Any, Dict, Mapping, Optional
 from mmcv.runner import HOOKS, Hook, master_only
 
 from ..checkpoint import CheckpointWriteError, write_atomic
+from ..launch import UserError
 
 LESS_IS_BETTER = ('loss', '_err', 'mate', 'mase', 'maoe', 'mave', 'maae')
 
@@ -124,7 +125,7 @@ class BestKeeper:
     def update(self, runner: Any, metrics: Mapping[str, float], folder: str) -> None:
         """Mark the epoch that just ended if it is the best; rank 0 only. A metric that is absent or NaN is reported."""
         if self.metric not in metrics:
-            raise KeyError(f'evaluation.save_best: there is no metric {self.metric!r}; there are {sorted(metrics)[:20]}')
+            raise UserError(f'key evaluation.save_best: there is no metric {self.metric!r}; there are {sorted(metrics)[:20]}')
         score = float(metrics[self.metric])
         if not math.isfinite(score):
             runner.logger.warning('%s is %s at epoch %d, the best checkpoint stays', self.metric, score, runner.epoch + 1)

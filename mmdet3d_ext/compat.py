@@ -21,6 +21,7 @@ def apply() -> None:
     _mmdet3d_accepts_mmcv_172()
     _torch_ops_without_mmcvs_namespace()
     _spconv_without_cuda()
+    _spconv_adds_with_one_thread()
     _checkpointing_without_reentrance()
     _descartes_draws_shapely_2()
 
@@ -88,6 +89,32 @@ def _spconv_without_cuda() -> None:
     ops.get_current_stream = current_stream
     if hasattr(functional, 'get_current_stream'):
         functional.get_current_stream = current_stream
+
+
+def _spconv_adds_with_one_thread() -> None:
+    """spconv 2.3.8's ``scatter_add_cpu`` races with itself when OpenMP has several threads: sums are lost, results change from
+    run to run (on 2 threads about 1% of a layer's output).
+
+    It is the only one of its CPU kernels that does; it runs on one thread here, the matrix products around it on all.
+    """
+    try:
+        from spconv.core_cc.csrc.sparse.all import SpconvOps
+    except ImportError:
+        return
+    import torch
+    original = SpconvOps.scatter_add_cpu
+
+    def scatter_add_cpu(*args, **kwargs):
+        threads = torch.get_num_threads()
+        if threads == 1:
+            return original(*args, **kwargs)
+        torch.set_num_threads(1)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    SpconvOps.scatter_add_cpu = staticmethod(scatter_add_cpu)
 
 
 def _descartes_draws_shapely_2() -> None:

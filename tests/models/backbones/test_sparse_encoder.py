@@ -169,3 +169,24 @@ def test_gpu_equals_cpu():
         got = encoder.cuda()(features.cuda(), coords.cuda(), 2).cpu()
     # float32 sums in another order; spconv may use TF32 tensor cores (10 bits of mantissa)
     assert (got - expected).abs().max() <= 5e-3 * expected.abs().max()
+
+
+@torch.no_grad()
+def test_several_threads_lose_no_sums():
+    """spconv's CPU kernel that adds rows races with itself; the shim keeps every sum (integers, so exact in any order)."""
+    import spconv.pytorch as spconv
+    generator = torch.Generator().manual_seed(0)
+    cells = torch.unique(torch.randint(0, 24, (4000, 3), generator=generator), dim=0)
+    coords = torch.cat([torch.zeros(len(cells), 1, dtype=torch.long), cells], 1).int()
+    features = torch.randint(-4, 5, (len(coords), 16), generator=generator).float()
+    conv = spconv.SubMConv3d(16, 16, 3, bias=False)
+    conv.weight.copy_(torch.randint(-2, 3, conv.weight.shape, generator=generator).float())
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 2, 2, 4, 4):
+            torch.set_num_threads(threads)
+            results.append(conv(spconv.SparseConvTensor(features, coords, [24, 24, 24], 1)).features)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(results[0], other) for other in results[1:])

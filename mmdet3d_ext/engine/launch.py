@@ -14,6 +14,7 @@ Known launchers, innermost first:
 """
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import os
@@ -366,13 +367,21 @@ class LogFile(logging.FileHandler):
 
     complained = False
 
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError:
+            pass  # lines that were never written; said when they came
+
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
         elif not self.complained:
             self.complained = True
-            sys.stderr.write(f'ALARM: cannot write the log {self.baseFilename}: {error.strerror}. It lacks lines from here on\n')
+            with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
+                sys.stderr.write(f'ALARM: cannot write the log {self.baseFilename}: {error.strerror}. '
+                                 f'It lacks lines from here on\n')
 
 
 def _own_warning(record: logging.LogRecord, is_master: bool) -> bool:
@@ -394,9 +403,10 @@ class _OwnWarnings(logging.Formatter):
 def _emit(text: str, screen: bool = True) -> None:
     """To stderr in one write (launchers hide the stdout of ranks other than 0) and to the rank's log file."""
     if screen:
-        sys.stdout.flush()
-        sys.stderr.write(text.rstrip('\n') + '\n')
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.write(text.rstrip('\n') + '\n')
+            sys.stderr.flush()
     if _log_file:
         try:
             with open(_log_file, 'a') as stream:

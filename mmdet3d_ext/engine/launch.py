@@ -31,7 +31,8 @@ from typing import Callable, List, Mapping, Optional, Tuple
 import torch
 import torch.distributed as dist
 
-from ..errors import PACKAGE, RankZeroError
+from ..errors import RankZeroError
+from .log_files import LogFile, OwnWarnings, is_own_warning
 
 LOGGER_NAME = 'mmdet3d'  # the name in every log line that users' scripts look for
 PACKAGE_LOGGER = 'mmdet3d_ext'  # of the package's parts below the engine
@@ -349,8 +350,8 @@ def attach_rank_log(run_dir: str, stamp: str) -> str:
     file = LogFile(_log_file)
     file.setFormatter(logging.Formatter(f'%(asctime)s - rank {launch.rank} - %(name)s - %(levelname)s - %(message)s'))
     screen = logging.StreamHandler(sys.stderr)
-    screen.setFormatter(_OwnWarnings(f'%(asctime)s - {LOGGER_NAME} - %(levelname)s - %(message)s'))
-    screen.addFilter(lambda record: _own_warning(record, launch.is_master))
+    screen.setFormatter(OwnWarnings(f'%(asctime)s - {LOGGER_NAME} - %(levelname)s - %(message)s'))
+    screen.addFilter(lambda record: is_own_warning(record, launch.is_master))
     logging.captureWarnings(True)
     _log_handlers.extend([(LOGGER_NAME, file), ('py.warnings', file), ('py.warnings', screen), (PACKAGE_LOGGER, file)])
     for name, handler in _log_handlers:
@@ -360,44 +361,6 @@ def attach_rank_log(run_dir: str, stamp: str) -> str:
             _log_handlers.append((PACKAGE_LOGGER, handler))
             logging.getLogger(PACKAGE_LOGGER).addHandler(handler)
     return _log_file
-
-
-class LogFile(logging.FileHandler):
-    """A log file that reports once, in one line, that it cannot be written (a full disk), and goes on."""
-
-    complained = False
-
-    def close(self) -> None:
-        try:
-            super().close()
-        except OSError:
-            pass  # lines that were never written; said when they came
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self.complained:
-            self.complained = True
-            with contextlib.suppress(OSError):  # stderr may be a file on the same full disk
-                sys.stderr.write(f'ALARM: cannot write the log {self.baseFilename}: {error.strerror}. '
-                                 f'It lacks lines from here on\n')
-
-
-def _own_warning(record: logging.LogRecord, is_master: bool) -> bool:
-    """Warnings of this package are for the user's screen: about files from every rank, about settings from one."""
-    text = record.getMessage()
-    return text.startswith(os.path.join(PACKAGE, '') if is_master else os.path.join(PACKAGE, 'datasets', ''))
-
-
-class _OwnWarnings(logging.Formatter):
-    """``<file>:<line>: <category>: <text>\n  <source>`` without what is only of use to developers."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        text = re.sub(r'^\S+?:\d+: \w+: ', '', record.getMessage()).rstrip()
-        text = re.sub(r'\n  [^\n]*$', '', text)
-        plain = logging.makeLogRecord(dict(record.__dict__, msg=text, args=()))
-        return super().format(plain)
 
 
 def _emit(text: str, screen: bool = True) -> None:

@@ -30,7 +30,8 @@ from .hooks import (
 from .hooks.ema import AverageSteps
 from .hooks.logging import survive_full_disk
 from .hooks.optimizer import make_scaler
-from .launch import LOGGER_NAME, Launch, LogFile, UserError, attach_rank_log, current
+from .launch import LOGGER_NAME, Launch, UserError, attach_rank_log, current
+from .log_files import LogFile
 from .map_labels import check_map_labels, check_object_labels
 from .parallel import StepModel
 from .runner import CustomEpochBasedRunner

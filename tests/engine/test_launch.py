@@ -128,3 +128,30 @@ def test_run_gives_exit_codes_and_shows_errors_cleanly(capsys):
     assert launch.run(fails(ZeroDivisionError('boom'))) == 1
     assert 'Traceback' in capsys.readouterr().err
     assert launch.run(fails(SystemExit(4))) == 4 and launch.run(fails(SystemExit(0))) == 0
+
+
+def test_one_rank_of_a_machine_shows_a_mistake_that_all_make(capsys, monkeypatch):
+    waited = []
+    monkeypatch.setattr(launch.time, 'sleep', waited.append)
+
+    def program():
+        raise launch.UserError('key a.b is wrong')
+
+    for local_rank, expected in ((0, '[rank 0] error: key a.b is wrong\n'), (1, '')):
+        for name, value in dict(RANK=local_rank, WORLD_SIZE=2, LOCAL_RANK=local_rank, MASTER_ADDR='127.0.0.1').items():
+            monkeypatch.setenv(name, str(value))
+        assert launch.run(program) == 2 and capsys.readouterr().err == expected
+    assert waited == [launch.GRACE]  # the launcher ends the others with the first that ends
+
+
+def test_warnings_of_this_package_are_shown_without_python_s_decoration(tmp_path, monkeypatch, capsys):
+    import logging
+    import warnings
+    logging.captureWarnings(False)
+    launch.attach_rank_log(str(tmp_path), 'now')
+    own = f'{REPO}/mmdet3d_ext/datasets/x.py'
+    warnings.warn_explicit('point cloud a.bin: removed 1 of 2 points\nsecond line', UserWarning, own, 7)
+    warnings.warn_explicit('of another library', UserWarning, '/lib/other.py', 7)
+    shown = capsys.readouterr().err
+    assert shown.endswith(' - mmdet3d - WARNING - point cloud a.bin: removed 1 of 2 points\nsecond line\n')
+    assert 'another library' not in shown and 'another library' in (tmp_path / 'logging' / 'now.log').read_text()

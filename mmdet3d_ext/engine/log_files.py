@@ -1,6 +1,7 @@
 """Log files on full disks, and which warnings are for the user's screen."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -15,10 +16,8 @@ class LogFile(logging.FileHandler):
     complained = False
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # lines that were never written; said when they came
             super().close()
-        except OSError:
-            pass  # lines that were never written; said when they came
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

@@ -1,24 +1,16 @@
-"""Reading and writing checkpoints.
-
-A file that a user downloads must not be able to run code, so files are read with ``weights_only=True``; own files hold plain
-types and tensors only. Writing is atomic: a file under its final name is always whole.
-"""
+"""Picking the weights of a file and loading them into a model, with a report of every tensor."""
 from __future__ import annotations
 
-import glob
 import logging
-import os
-import pickle
 import re
-import shutil
-import warnings
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
-import numpy as np
 import torch
 from torch import nn
+
+from .reading import CheckpointError, read_checkpoint
 
 # Camera grids are stored as weights (published checkpoints have them), but they belong to the configuration: loading them would
 # silently undo a change of resolution.
@@ -27,124 +19,6 @@ PREFIXES = ('module.', '_orig_mod.', 'model.', 'net.')
 RAW_KEYS = ('state_dict', 'model_state', 'model_state_dict', 'model')
 EMA_KEYS = ('ema_state_dict', 'state_dict_ema', 'model_ema', 'ema')
 MIN_MATCHED = 0.5  # share of the checkpoint's tensors that must find a place; below it is another model's file
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used, and why."""
-
-
-class CheckpointWriteError(CheckpointError):
-    """A checkpoint that could not be written; nothing under its final name was touched."""
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# reading
-
-def read_checkpoint(path: str, allow_unsafe: bool = False) -> Dict[str, Any]:
-    """The whole content of a checkpoint file, on the CPU.
-
-    Args:
-        path: a local file.
-        allow_unsafe: also read pickles that can run code (only for files whose source is trusted).
-
-    Raises:
-        CheckpointError: if the file is absent, truncated, not a checkpoint, or needs ``allow_unsafe``.
-    """
-    path = os.fspath(path)
-    if re.match(r'^\w+://', path):
-        raise CheckpointError(f'{path}: only local files are read; download it first and give its path')
-    if os.path.isdir(path):
-        inside = sorted(os.path.basename(p) for p in glob.glob(os.path.join(path, '*.pth')))
-        hint = f'give one of its files: {", ".join(inside[:8])}' if inside else 'give a file such as latest.pth'
-        raise CheckpointError(f'checkpoint {path} is a folder; {hint}')
-    if not os.path.isfile(path):
-        near = sorted(glob.glob(os.path.join(os.path.dirname(path) or '.', '*.pth')))
-        there = f'; there are {", ".join(os.path.basename(p) for p in near[:8])}' if near else ''
-        broken = ' (a link to a file that is gone)' if os.path.islink(path) else ''
-        raise CheckpointError(f'checkpoint {path} does not exist{broken}{there}')
-    size = os.path.getsize(path)
-    try:
-        with torch.serialization.safe_globals(_harmless_globals()), warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # of old pickles; what matters is an error
-            content = torch.load(path, map_location='cpu', weights_only=not allow_unsafe)
-    except pickle.UnpicklingError as error:
-        if not allow_unsafe and re.search(r'GLOBAL|allowed global|Unsupported class', str(error)):
-            raise CheckpointError(_unsafe_message(path, error)) from None
-        raise CheckpointError(f'{path} ({size} bytes) is not a readable checkpoint: {_first_line(error)}') from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError, AttributeError, ImportError, IndexError, TypeError) as error:
-        raise CheckpointError(f'{path} ({size} bytes) is not a readable checkpoint, it is truncated or of another format: '
-                              f'{_first_line(error)}') from None
-    if not isinstance(content, Mapping):
-        raise CheckpointError(f'{path} holds a {type(content).__name__}, a checkpoint is a dict')
-    return content
-
-
-def _harmless_globals() -> list:
-    """numpy scalars in a checkpoint's meta data (mmcv and mmdet write them); they only hold numbers."""
-    core = np._core if hasattr(np, '_core') else np.core
-    found: List[Any] = [core.multiarray.scalar, np.dtype]
-    found += [(core.multiarray.scalar, 'numpy.core.multiarray.scalar'),
-              (core.multiarray._reconstruct, 'numpy.core.multiarray._reconstruct'),
-              core.multiarray._reconstruct, np.ndarray]
-    for code in 'bBhHiIlLqQefd?':
-        found.append(type(np.dtype(code)))
-    return found
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    inner = re.search(r'WeightsUnpickler error: (.*)', text)  # around it torch advises to read the file unsafely
-    text = (inner[1] if inner else text.split('\n')[0])[:300]
-    return text if ' ' in text else f'{type(error).__name__} {text}'.rstrip()
-
-
-def _unsafe_message(path: str, error: BaseException) -> str:
-    names: List[str] = []
-    try:
-        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:
-        found = re.search(r'GLOBAL (\S+)', str(error))
-        names = [found.group(1)] if found else []
-    listed = ', '.join(names[:6]) or _first_line(error)
-    return (f'{path} holds more than weights ({listed}), and reading that can run code of whoever made the file. Get a file '
-            'with weights only, or, if you trust its source, add --allow-unsafe-checkpoint')
-
-
-def is_checkpoint_whole(path: str) -> bool:
-    """Whether the file reads completely and safely, checksums of its records included (torch's zip format has them)."""
-    import zipfile
-    try:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                if archive.testzip() is not None:
-                    return False
-        read_checkpoint(path)
-        return True
-    except (CheckpointError, zipfile.BadZipFile, OSError, RuntimeError):
-        return False
-
-
-def newest_checkpoint(folder: str) -> Tuple[Optional[str], List[str]]:
-    """The checkpoint ``epoch_<N>.pth`` in ``folder`` with the highest N that reads whole (None if there are no such files),
-    and those with a higher N that do not.
-
-    Raises:
-        CheckpointError: if there are checkpoints, but none reads: starting anew would not be what "resume" asks for.
-    """
-    found = []
-    for path in glob.glob(os.path.join(folder, 'epoch_*.pth')):
-        match = re.fullmatch(r'epoch_(\d+)\.pth', os.path.basename(path))
-        if match:
-            found.append((int(match.group(1)), path))
-    broken: List[str] = []
-    for _, path in sorted(found, reverse=True):
-        if is_checkpoint_whole(path):
-            return path, broken
-        broken.append(path)
-    if broken:
-        raise CheckpointError(f'none of the {len(broken)} checkpoints in {folder} can be read (newest: {broken[0]}); remove '
-                              'them to start from the beginning')
-    return None, []
 
 
 def pick_weights(content: Mapping[str, Any], path: str, prefer: str = 'auto') -> Tuple['OrderedDict[str, torch.Tensor]', str]:
@@ -180,9 +54,6 @@ def _is_state(value: Any) -> bool:
     tensors = sum(isinstance(v, torch.Tensor) for v in value.values())
     return tensors > 0 and tensors >= len(value) // 2
 
-
-# --------------------------------------------------------------------------------------------------------------------
-# loading into a model
 
 @dataclass
 class LoadReport:
@@ -380,107 +251,3 @@ def check_same_grid(model: nn.Module, state: Mapping[str, torch.Tensor], path: s
     if differs:
         raise CheckpointError(f'{path} was trained on another camera grid ({", ".join(differs)} differ), so the run cannot be '
                               'resumed at this resolution; start a new stage from its weights with --load_from')
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# writing
-
-def plain(value: Any) -> Any:
-    """``value`` as plain types and CPU tensors, which ``weights_only`` reads.
-
-    Raises:
-        TypeError: for anything that has no plain form.
-    """
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu()
-    if isinstance(value, np.generic):
-        return value.item()
-    for kind in (bool, int, float, str, bytes):
-        if isinstance(value, kind):
-            return kind(value)  # a subclass, such as torch's version string, would need its class to be read
-    if value is None:
-        return value
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
-    if isinstance(value, OrderedDict):
-        result = OrderedDict((k, plain(v)) for k, v in value.items())
-        if getattr(value, '_metadata', None) is not None:
-            result._metadata = value._metadata
-        return result
-    if isinstance(value, Mapping):
-        return {k if isinstance(k, (int, str)) else str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [plain(v) for v in value]
-    raise TypeError(f'a checkpoint holds plain values and tensors, not {type(value)}')
-
-
-def write_atomic(content: Any, path: str) -> None:
-    """Write ``content`` with ``torch.save`` so that ``path`` is either the old file or the whole new one.
-
-    Raises:
-        CheckpointWriteError: if the disk is full or the folder cannot be written; ``path`` is as it was.
-    """
-    temporary = f'{path}.tmp-{os.getpid()}'
-    try:
-        with open(temporary, 'wb') as stream:
-            torch.save(content, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-        _sync_folder(os.path.dirname(path) or '.')
-    except (OSError, RuntimeError) as error:
-        reason = _why_unwritten(error, temporary)
-        try:
-            os.unlink(temporary)
-        except OSError:
-            pass
-        raise CheckpointWriteError(f'cannot write {path}: {reason}') from error
-
-
-def _why_unwritten(error: BaseException, temporary: str) -> str:
-    """torch's archive writer hides the system's error behind its own, so look at the disk while the file is still there."""
-    inner = error
-    while inner is not None and not isinstance(inner, OSError):
-        inner = inner.__cause__ or inner.__context__
-    reason = inner.strerror if inner is not None and inner.strerror else _first_line(error)
-    try:
-        written = os.path.getsize(temporary) if os.path.exists(temporary) else 0
-        free = shutil.disk_usage(os.path.dirname(temporary) or '.').free
-    except OSError:
-        return f'{reason} (the folder is gone)'
-    if inner is None and free < 2**20:
-        reason = 'the disk is full'
-    return f'{reason} ({written / 2**20:.0f} MiB were written, {free / 2**20:.0f} MiB free)'
-
-
-def _sync_folder(folder: str) -> None:
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        pass  # some network file systems cannot sync a folder
-
-
-def link_atomic(target: str, link: str) -> None:
-    """Make ``link`` a relative symbolic link to ``target`` (same folder), replacing an older one in one step."""
-    temporary = f'{link}.tmp-{os.getpid()}'
-    try:
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        os.symlink(os.path.basename(target), temporary)
-        os.replace(temporary, link)
-    except OSError:  # file systems without links: a copy is as good
-        shutil.copyfile(target, temporary)
-        os.replace(temporary, link)
-
-
-def clean_leftovers(folder: str) -> None:
-    """Remove half-written files of runs that were killed while writing."""
-    for path in glob.glob(os.path.join(folder, '*.pth.tmp-*')):
-        try:
-            os.unlink(path)
-        except OSError:
-            pass

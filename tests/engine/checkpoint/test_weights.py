@@ -1,16 +1,12 @@
-"""Reading (nothing may run code), picking, matching and writing checkpoints."""
-import os
-import pickle
-import resource
+"""Picking weights, matching them with a model, and the report."""
 from collections import OrderedDict
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from mmdet3d_ext.engine import checkpoint as files
-from mmdet3d_ext.engine.checkpoint import CheckpointError, CheckpointWriteError, load_weights, read_checkpoint
+from mmdet3d_ext.engine.checkpoint import CheckpointError, load_weights
 
 
 class Camera(nn.Module):
@@ -46,80 +42,6 @@ def filled(model, value):
     return model
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-class Runs:
-    """Pickles into a call that leaves a trace."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return (os.mkdir, (self.path,))
-
-
-def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path):
-    trace = str(tmp_path / 'trace')
-    path = save({'state_dict': {'w': torch.ones(1)}, 'meta': Runs(trace)}, tmp_path / 'evil.pth')
-    with pytest.raises(CheckpointError, match=r'evil.pth holds more than weights \(.*mkdir.*can run code.*--allow-unsafe-'):
-        read_checkpoint(path)
-    assert not os.path.exists(trace)
-    with open(tmp_path / 'plain.pth', 'wb') as stream:  # not even torch's format
-        pickle.dump({'meta': Runs(trace)}, stream)
-    with pytest.raises(CheckpointError):
-        read_checkpoint(str(tmp_path / 'plain.pth'))
-    assert not os.path.exists(trace)
-    assert not files.is_checkpoint_whole(path) and not os.path.exists(trace)
-    read_checkpoint(path, allow_unsafe=True)  # the deliberate way
-    assert os.path.exists(trace)
-
-
-def test_numpy_scalars_of_mmcv_meta_are_read(tmp_path):
-    path = save({'state_dict': {'w': torch.ones(1)}, 'meta': {'score': np.float64(0.5), 'n': np.int64(3), 'a': np.arange(3)}},
-                tmp_path / 'np.pth')
-    meta = read_checkpoint(path)['meta']
-    assert meta['score'] == 0.5 and meta['n'] == 3 and list(meta['a']) == [0, 1, 2]
-
-
-@pytest.mark.parametrize('damage', ['half', 'empty', 'text', 'bit'])
-def test_unreadable_files_are_named(tmp_path, damage):
-    path = save({'state_dict': {'w': torch.arange(5000.0)}}, tmp_path / 'c.pth')
-    data = bytearray(open(path, 'rb').read())
-    if damage == 'bit':
-        data[len(data) // 2] ^= 0xFF  # inside the tensor: only a checksum can tell
-    content = {'half': data[:len(data) // 2], 'empty': b'', 'text': b'<html>404 not found</html>', 'bit': data}[damage]
-    with open(path, 'wb') as stream:
-        stream.write(content)
-    assert not files.is_checkpoint_whole(path)
-    if damage != 'bit':
-        with pytest.raises(CheckpointError, match=rf'c.pth \({len(content)} bytes\) is not a readable checkpoint'):
-            read_checkpoint(path)
-
-
-def test_absent_files_and_addresses_are_explained(tmp_path):
-    save({}, tmp_path / 'epoch_3.pth')
-    with pytest.raises(CheckpointError, match='nope.pth does not exist; there are epoch_3.pth'):
-        read_checkpoint(str(tmp_path / 'nope.pth'))
-    os.symlink('gone.pth', tmp_path / 'latest.pth')
-    with pytest.raises(CheckpointError, match='link to a file that is gone'):
-        read_checkpoint(str(tmp_path / 'latest.pth'))
-    with pytest.raises(CheckpointError, match='download it first'):
-        read_checkpoint('https://example.org/c.pth')
-
-
-def test_newest_whole_checkpoint(tmp_path):
-    assert files.newest_checkpoint(str(tmp_path)) == (None, [])
-    paths = {epoch: save({'state_dict': {'w': torch.ones(1)}}, tmp_path / f'epoch_{epoch}.pth') for epoch in (2, 9, 10)}
-    assert files.newest_checkpoint(str(tmp_path)) == (paths[10], [])  # by number, not by name
-    os.truncate(paths[10], 200)
-    assert files.newest_checkpoint(str(tmp_path)) == (paths[9], [paths[10]])
-    os.truncate(paths[9], 0), os.truncate(paths[2], 100)
-    with pytest.raises(CheckpointError, match='none of the 3 checkpoints .* can be read .newest: .*epoch_10.pth'):
-        files.newest_checkpoint(str(tmp_path))
-
-
-# ---- picking ---------------------------------------------------------------------------------------------------------
-
 def test_which_weights_of_a_file(tmp_path):
     raw, ema = {'w': torch.zeros(1)}, {'w': torch.ones(1)}
     both = {'state_dict': raw, 'ema_state_dict': ema}
@@ -133,8 +55,6 @@ def test_which_weights_of_a_file(tmp_path):
     with pytest.raises(CheckpointError, match='Lightning file without weights'):
         files.pick_weights({'pytorch-lightning_version': '2.0', 'hyper': 1}, 'f')
 
-
-# ---- matching --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('prefix', ['', 'module.', 'model.', 'module._orig_mod.'])
 def test_prefixes_of_wrappers_are_removed(tmp_path, prefix):
@@ -211,38 +131,3 @@ def test_sparse_weights_of_every_layout(tmp_path, layout):
     report = load_weights(model, save({'state_dict': state}, tmp_path / 'c.pth'), complete=True)
     assert torch.equal(model.conv.weight.detach(), wanted)
     assert report.converted == (['conv.weight'] if layout == 'spconv1' else [])
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-def test_plain_refuses_what_a_safe_reader_cannot_read(tmp_path):
-    value = files.plain({'a': np.float32(1.5), 3: (1, 2), 'o': OrderedDict(x=np.arange(2)), 'p': nn.Parameter(torch.ones(2))})
-    read = read_checkpoint(save(value, tmp_path / 'c.pth'))
-    assert read['a'] == 1.5 and read[3] == [1, 2] and read['o']['x'].tolist() == [0, 1] and read['p'].tolist() == [1, 1]
-    with pytest.raises(TypeError, match='plain values'):
-        files.plain({'a': object()})
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path):
-    """The file size limit makes write() fail in the middle, as a full disk does."""
-    path = str(tmp_path / 'epoch_1.pth')
-    files.write_atomic({'w': torch.zeros(10)}, path)
-    before = open(path, 'rb').read()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(CheckpointWriteError, match=r'cannot write .*epoch_1.pth: .*MiB free'):
-            files.write_atomic({'w': torch.zeros(1_000_000)}, path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert open(path, 'rb').read() == before and os.listdir(tmp_path) == ['epoch_1.pth']
-
-
-def test_link_and_leftovers(tmp_path):
-    for name in ('epoch_1.pth', 'epoch_2.pth', 'epoch_3.pth.tmp-77'):
-        (tmp_path / name).write_bytes(name.encode())
-    for name in ('epoch_1.pth', 'epoch_2.pth'):
-        files.link_atomic(str(tmp_path / name), str(tmp_path / 'latest.pth'))
-    assert (tmp_path / 'latest.pth').read_bytes() == b'epoch_2.pth' and os.readlink(tmp_path / 'latest.pth') == 'epoch_2.pth'
-    files.clean_leftovers(str(tmp_path))
-    assert sorted(os.listdir(tmp_path)) == ['epoch_1.pth', 'epoch_2.pth', 'latest.pth']

@@ -1,0 +1,142 @@
+"""Writing: plain content, atomic files, and which checkpoint of a run is the newest whole one."""
+from __future__ import annotations
+
+import glob
+import os
+import re
+import shutil
+from collections import OrderedDict
+from typing import Any, List, Mapping, Optional, Tuple
+
+import numpy as np
+import torch
+
+from .reading import CheckpointError, first_line, is_checkpoint_whole
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint that could not be written; nothing under its final name was touched."""
+
+
+def plain(value: Any) -> Any:
+    """``value`` as plain types and CPU tensors, which ``weights_only`` reads.
+
+    Raises:
+        TypeError: for anything that has no plain form.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu()
+    if isinstance(value, np.generic):
+        return value.item()
+    for kind in (bool, int, float, str, bytes):
+        if isinstance(value, kind):
+            return kind(value)  # a subclass, such as torch's version string, would need its class to be read
+    if value is None:
+        return value
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy())
+    if isinstance(value, OrderedDict):
+        result = OrderedDict((k, plain(v)) for k, v in value.items())
+        if getattr(value, '_metadata', None) is not None:
+            result._metadata = value._metadata
+        return result
+    if isinstance(value, Mapping):
+        return {k if isinstance(k, (int, str)) else str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(v) for v in value]
+    raise TypeError(f'a checkpoint holds plain values and tensors, not {type(value)}')
+
+
+def write_atomic(content: Any, path: str) -> None:
+    """Write ``content`` with ``torch.save`` so that ``path`` is either the old file or the whole new one.
+
+    Raises:
+        CheckpointWriteError: if the disk is full or the folder cannot be written; ``path`` is as it was.
+    """
+    temporary = f'{path}.tmp-{os.getpid()}'
+    try:
+        with open(temporary, 'wb') as stream:
+            torch.save(content, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+        _sync_folder(os.path.dirname(path) or '.')
+    except (OSError, RuntimeError) as error:
+        reason = _why_unwritten(error, temporary)
+        try:
+            os.unlink(temporary)
+        except OSError:
+            pass
+        raise CheckpointWriteError(f'cannot write {path}: {reason}') from error
+
+
+def _why_unwritten(error: BaseException, temporary: str) -> str:
+    """torch's archive writer hides the system's error behind its own, so look at the disk while the file is still there."""
+    inner = error
+    while inner is not None and not isinstance(inner, OSError):
+        inner = inner.__cause__ or inner.__context__
+    reason = inner.strerror if inner is not None and inner.strerror else first_line(error)
+    try:
+        written = os.path.getsize(temporary) if os.path.exists(temporary) else 0
+        free = shutil.disk_usage(os.path.dirname(temporary) or '.').free
+    except OSError:
+        return f'{reason} (the folder is gone)'
+    if inner is None and free < 2**20:
+        reason = 'the disk is full'
+    return f'{reason} ({written / 2**20:.0f} MiB were written, {free / 2**20:.0f} MiB free)'
+
+
+def _sync_folder(folder: str) -> None:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError:
+        pass  # some network file systems cannot sync a folder
+
+
+def link_atomic(target: str, link: str) -> None:
+    """Make ``link`` a relative symbolic link to ``target`` (same folder), replacing an older one in one step."""
+    temporary = f'{link}.tmp-{os.getpid()}'
+    try:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+        os.symlink(os.path.basename(target), temporary)
+        os.replace(temporary, link)
+    except OSError:  # file systems without links: a copy is as good
+        shutil.copyfile(target, temporary)
+        os.replace(temporary, link)
+
+
+def clean_leftovers(folder: str) -> None:
+    """Remove half-written files of runs that were killed while writing."""
+    for path in glob.glob(os.path.join(folder, '*.pth.tmp-*')):
+        try:
+            os.unlink(path)
+        except OSError:
+            pass
+
+
+def newest_checkpoint(folder: str) -> Tuple[Optional[str], List[str]]:
+    """The checkpoint ``epoch_<N>.pth`` in ``folder`` with the highest N that reads whole (None if there are no such files),
+    and those with a higher N that do not.
+
+    Raises:
+        CheckpointError: if there are checkpoints, but none reads: starting anew would not be what "resume" asks for.
+    """
+    found = []
+    for path in glob.glob(os.path.join(folder, 'epoch_*.pth')):
+        match = re.fullmatch(r'epoch_(\d+)\.pth', os.path.basename(path))
+        if match:
+            found.append((int(match.group(1)), path))
+    broken: List[str] = []
+    for _, path in sorted(found, reverse=True):
+        if is_checkpoint_whole(path):
+            return path, broken
+        broken.append(path)
+    if broken:
+        raise CheckpointError(f'none of the {len(broken)} checkpoints in {folder} can be read (newest: {broken[0]}); remove '
+                              'them to start from the beginning')
+    return None, []

@@ -9,22 +9,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mmdet3d_ext.datasets.synthetic import batch
+
 
 def lidar_cloud(count: int, device: str, seed: int = 0, columns: int = 5) -> torch.Tensor:
-    """(count, columns) points of a 32-beam scanner over ten sweeps: flat ground, walls at random ranges, ego motion."""
-    generator = torch.Generator().manual_seed(seed)
-    azimuth = torch.rand(count, generator=generator) * 2 * math.pi
-    beam = torch.randint(0, 32, (count,), generator=generator)
-    elevation = torch.deg2rad(-30 + beam * (40 / 31))
-    ground = torch.where(elevation < -0.02, 1.8 / torch.tan(-elevation).clamp(min=1e-3), torch.full_like(elevation, 80.0))
-    wall = 4 + 60 * torch.rand(720, generator=generator)[(azimuth / (2 * math.pi) * 720).long().clamp(max=719)]
-    reach = torch.minimum(ground, wall) + 0.02 * torch.randn(count, generator=generator)
-    sweep = torch.randint(0, 10, (count,), generator=generator)
-    points = torch.rand(count, columns, generator=generator)
-    points[:, 0] = reach * torch.cos(azimuth)
-    points[:, 1] = reach * torch.sin(azimuth) - 0.4 * sweep
-    points[:, 2] = reach * torch.tan(elevation).clamp(-2, 2)
-    return points.to(device)
+    """(count, columns) points of a 32-beam scanner; see :func:`mmdet3d_ext.datasets.synthetic.batch.lidar_cloud`."""
+    return batch.lidar_cloud(count, torch.Generator().manual_seed(seed), columns).to(device)
 
 
 def keyframe_cloud(device: str, sweeps: int = 10):

@@ -17,6 +17,8 @@ MAY_IMPORT = {
     'datasets': FLOOR,
     'metrics': FLOOR,
     'visualization': FLOOR,
+    'monitor': FLOOR,
+    'launching': FLOOR,
     'models.backbones': FLOOR,
     'models.necks': FLOOR,
     'models.vtransforms': FLOOR,

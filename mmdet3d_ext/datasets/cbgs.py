@@ -3,7 +3,7 @@ Detection"): samples of rare classes are repeated."""
 from __future__ import annotations
 
 import logging
-from typing import Any, List, Mapping, Optional, Union
+from typing import Any, List, Mapping, Union
 
 import numpy as np
 from torch.utils.data import Dataset
@@ -59,10 +59,6 @@ class CBGSDataset(Dataset):
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, 'set_epoch'):
             self.dataset.set_epoch(epoch)
-
-    def seed_augmentation(self, seed: Optional[int], rank: int = 0) -> None:
-        if hasattr(self.dataset, 'seed_augmentation'):
-            self.dataset.seed_augmentation(seed, rank)
 
     def __repr__(self) -> str:
         return f'CBGSDataset({len(self)} draws of {self.dataset!r})'

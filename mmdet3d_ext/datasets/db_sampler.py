@@ -17,30 +17,14 @@ from .pipelines.loading_points import read_points
 logger = logging.getLogger('mmdet3d_ext')
 
 
-class ShuffledPool:
-    """Endless draws without replacement: every entry comes once before any comes again."""
+def draw_different(size: int, count: int) -> np.ndarray:
+    """``min(count, size)`` different indices below ``size``, by numpy's global generator as the pipeline steps.
 
-    def __init__(self, size: int):
-        self.size = size
-        self.reset()
-
-    def reset(self) -> None:
-        """Start a new order at the next draw (numpy's global generator, as the pipeline steps)."""
-        self._order = np.zeros(0, dtype=np.int64)
-
-    def draw(self, count: int) -> np.ndarray:
-        """``min(count, size)`` different indices; a draw that reaches the end of the order goes on in the next one."""
-        count = min(count, self.size)
-        if len(self._order) >= count:
-            taken, self._order = self._order[:count], self._order[count:]
-            return taken
-        taken = self._order
-        fresh = np.random.permutation(self.size)
-        # What was just taken goes to the end of the new order, so that one draw never holds an entry twice.
-        fresh = np.concatenate([fresh[~np.isin(fresh, taken)], fresh[np.isin(fresh, taken)]])
-        rest = count - len(taken)
-        self._order = fresh[rest:]
-        return np.concatenate([taken, fresh[:rest]])
+    Every draw stands for itself (no order is kept from sample to sample), so that a sample's objects depend on its own random
+    numbers only. The time does not grow with ``size``.
+    """
+    generator = np.random.default_rng(np.random.randint(2 ** 31, size=2))
+    return generator.choice(size, min(count, size), replace=False)
 
 
 class DataBaseSampler:
@@ -82,12 +66,6 @@ class DataBaseSampler:
         for name in self.sample_groups:
             if not self.db_infos.get(name):
                 logger.warning('db_sampler: %s holds no usable %r, none will be pasted', info_path, name)
-        self._pools = {name: ShuffledPool(len(self.db_infos.get(name, ()))) for name in self.sample_groups}
-
-    def reset(self) -> None:
-        """Forget the current orders (called at the start of an epoch in every loading process)."""
-        for pool in self._pools.values():
-            pool.reset()
 
     def sample_all(self, gt_boxes: Any, gt_labels: np.ndarray, img: Any = None) -> Optional[Dict[str, np.ndarray]]:
         """Objects to add to a sample; neither argument is changed.
@@ -113,9 +91,10 @@ class DataBaseSampler:
         for name, wanted in self.sample_groups.items():
             present = int((gt_labels == self.classes.index(name)).sum())
             count = int(np.round(self.rate * (wanted - present)))
-            if count <= 0 or not self._pools[name].size:
+            entries = self.db_infos.get(name)
+            if count <= 0 or not entries:
                 continue
-            candidates = [self.db_infos[name][i] for i in self._pools[name].draw(count)]
+            candidates = [entries[i] for i in draw_different(len(entries), count)]
             boxes = np.stack([entry['box3d_lidar'][:7] for entry in candidates]).astype(np.float32)
             for entry, box in zip(candidates, boxes):
                 if not overlaps_bev(box[None], occupied).any():

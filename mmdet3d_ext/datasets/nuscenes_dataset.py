@@ -17,19 +17,12 @@ from .epoch_state import EpochState
 from .info_files import ANNOTATION_FIELDS, BASE_FIELDS, InfoFileError, check_cameras, check_fields, load_info_file
 from .nuscenes_converter import rotation_matrix
 from .nuscenes_schema import CAMERAS, CATEGORY_TO_CLASS, LIDAR, OBJECT_CLASSES
+from .reader import SampleError, SampleFault, note
 from .shared_list import SharedList
 
 logger = logging.getLogger('mmdet3d_ext')
 
 _MODALITIES = ('use_lidar', 'use_camera', 'use_radar', 'use_map', 'use_external')
-
-
-class SampleError(RuntimeError):
-    """A sample that cannot be loaded; the message names the sample, the step and the file."""
-
-
-class SampleFault(SampleError):
-    """A sample whose loading failed for another reason than its files and settings: most likely a fault of a step."""
 
 
 @DATASETS.register_module()
@@ -154,6 +147,7 @@ class NuScenesDataset(Dataset):
         Raises:
             SampleError: naming the sample, the pipeline step and its error (which names the file).
         """
+        note(f'sample {self.tokens[index]} (index {index} of {self.ann_file})')
         data = self.get_data_info(index)
         step = None
         try:
@@ -247,17 +241,10 @@ class NuScenesDataset(Dataset):
         """Tell the epoch to steps that change over training (``set_epoch``), in all loader workers."""
         self.epoch_state.set_epoch(epoch)
 
-    def seed_augmentation(self, seed: Optional[int], rank: int = 0) -> None:
-        """Set the generators of each loading process from (seed, rank, epoch, worker) at the start of every epoch."""
-        self.epoch_state.seed_with(seed, rank)
-
     def _start_epoch(self) -> None:
         for step in self.transforms:
             if hasattr(step, 'set_epoch'):
                 step.set_epoch(self.epoch_state.epoch)
-            sampler = getattr(step, 'db_sampler', None)
-            if hasattr(sampler, 'reset'):
-                sampler.reset()
 
     def __repr__(self) -> str:
         return f'NuScenesDataset({self.ann_file}: {len(self)} samples of {self.version}, test_mode={self.test_mode})'

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
+from .reader import Draw
+
 
 def _group(num_replicas: Optional[int], rank: Optional[int]) -> tuple:
     """(world size, rank), from the process group where not given."""
@@ -25,6 +27,8 @@ class DistributedTrainSampler(Sampler):
     The order is cut into global batches of ``num_replicas * samples_per_gpu``; rank r gets its slice of each, so that what a
     step sees does not depend on how many ranks share it. The last batch is filled up from the start of the order.
 
+    The indices are :class:`.reader.Draw`: each knows its place in the order and the epoch.
+
     Args:
         dataset: only its length is used; if it has ``set_epoch`` it is told the epoch, too.
         shuffle: random order (else the data set's).
@@ -39,7 +43,7 @@ class DistributedTrainSampler(Sampler):
             raise ValueError('sampler: the training set is empty')
         self.dataset, self.samples_per_gpu, self.seed, self.shuffle = dataset, samples_per_gpu, int(seed or 0), shuffle
         self.num_replicas, self.rank = _group(num_replicas, rank)
-        self.epoch = 0
+        self.epoch, self._begin = 0, 0
         self.num_batches = -(-len(dataset) // (self.num_replicas * samples_per_gpu))
 
     def order(self) -> np.ndarray:
@@ -52,9 +56,18 @@ class DistributedTrainSampler(Sampler):
             order = torch.randperm(n, generator=generator).numpy()
         return np.resize(order, total)  # repeats from the start
 
-    def __iter__(self) -> Iterator[int]:
-        batches = self.order().reshape(self.num_batches, self.num_replicas, self.samples_per_gpu)
-        return iter(batches[:, self.rank].reshape(-1).tolist())
+    def __iter__(self) -> Iterator[Draw]:
+        shape = self.num_batches, self.num_replicas, self.samples_per_gpu
+        order = self.order()
+        places = np.arange(len(order)).reshape(shape)[self._begin:, self.rank].reshape(-1)
+        self._begin = 0
+        return iter([Draw(index, place, self.epoch) for index, place in zip(order[places].tolist(), places.tolist())])
+
+    def begin_at(self, batch: int) -> None:
+        """Let the next iteration (only that) leave out this rank's first ``batch`` batches."""
+        if not 0 <= batch <= self.num_batches:
+            raise ValueError(f'sampler: batch {batch} is not in an epoch of {self.num_batches}')
+        self._begin = batch
 
     def __len__(self) -> int:
         return self.num_batches * self.samples_per_gpu

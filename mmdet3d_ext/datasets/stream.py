@@ -1,0 +1,65 @@
+"""Batches of an epoch from any step on, with loader workers that may die."""
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any, Iterator, Tuple
+
+from torch.utils.data import DataLoader
+
+from .reader import SampleError, dead_workers
+
+ATTEMPTS = 3  # that the workers get at one batch
+
+
+class WorkerDied(SampleError):
+    """Loader workers died again and again at the same batch; the message names what they were reading."""
+
+
+def batches(loader: DataLoader, begin: int, logger: logging.Logger) -> Iterator[Tuple[int, Any]]:
+    """(number, batch) of the loader's epoch, from batch ``begin`` on.
+
+    If a worker dies (killed for memory, a bus error, a fault in a library), an alarm names what it was reading, and workers
+    start again at the batch that is next: draws depend on their place alone, so nothing is lost or repeated.
+
+    Raises:
+        WorkerDied: after three attempts at the same batch.
+    """
+    _leave_deaths_to_us()
+    number, failed = begin, 0
+    iterator = _start(loader, begin)
+    while True:
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            dead = dead_workers(iterator, getattr(loader, 'notes', None))
+            if not dead:
+                raise
+            failed += 1
+            text = '; '.join(dead)
+            if failed >= ATTEMPTS or not hasattr(loader.sampler, 'begin_at'):
+                raise WorkerDied(f'{text}. This was attempt {failed} at batch {number + 1} of the epoch') from error
+            logger.error('ALARM: %s. The workers are started again at batch %d of the epoch, nothing is lost', text, number + 1)
+            iterator._shutdown_workers()
+            loader._iterator = None  # of persistent workers
+            iterator = _start(loader, number)
+            continue
+        yield number, batch
+        number, failed = number + 1, 0
+
+
+def _start(loader: DataLoader, begin: int) -> Iterator[Any]:
+    sampler = getattr(loader, 'sampler', None)
+    if begin and not hasattr(sampler, 'begin_at'):
+        return itertools.islice(iter(loader), begin, None)
+    if hasattr(sampler, 'begin_at'):
+        sampler.begin_at(begin)
+    return iter(loader)
+
+
+def _leave_deaths_to_us() -> None:
+    """Keep torch from raising in the middle of a training step when a worker dies: the next batch tells it as well."""
+    from torch.utils.data._utils import signal_handling
+    signal_handling._SIGCHLD_handler_set = True

@@ -48,11 +48,34 @@ REPLACED = {
     'NormalizePointFeatures': 'leave it out, no model here is trained on such points',
     'FrameDropout': 'leave it out, or lower sweeps_num of LoadPointsFromMultiSweeps',
 }
+_SENSOR = 'called model.encoders.'
 # (type, argument) -> what to write instead.
 REPLACED_ARGUMENTS = {
     ('TransFusionHead', 'loss_iou'): 'it was never used; leave it out',
     **{(head, name): 'weighting by data equity is not implemented; leave it out'
        for head in ('CenterHead', 'TransFusionHead') for name in ('dequity_eta', 'dequity_gamma')},
+    # mmdet3d >= 1.1 and its BEVFusion project
+    ('BEVFusion', 'data_preprocessor'): 'write voxelize_cfg as model.encoders.lidar.voxelize, mean and std in ImageNormalize',
+    ('BEVFusion', 'pts_voxel_encoder'): 'leave HardSimpleVFE out, voxelize_reduce: true (the default) averages the points',
+    ('BEVFusion', 'pts_middle_encoder'): _SENSOR + 'lidar.backbone here',
+    ('BEVFusion', 'img_backbone'): _SENSOR + 'camera.backbone here',
+    ('BEVFusion', 'img_neck'): _SENSOR + 'camera.neck here',
+    **{('BEVFusion', name): _SENSOR + 'camera.vtransform here' for name in ('vtransform', 'view_transform')},
+    ('BEVFusion', 'fusion_layer'): 'called model.fuser here',
+    ('BEVFusion', 'pts_backbone'): 'called model.decoder.backbone here',
+    ('BEVFusion', 'pts_neck'): 'called model.decoder.neck here',
+    ('BEVFusion', 'bbox_head'): 'called model.heads.object here',
+    ('BEVFusion', 'seg_head'): 'called model.heads.map here',
+    ('TransFusionHead', 'decoder_layer'): 'write num_heads, ffn_channel, dropout and activation of the head',
+    ('GlobalRotScaleTrans', 'scale_ratio_range'): 'called resize_lim here',
+    ('GlobalRotScaleTrans', 'rot_range'): 'called rot_lim here',
+    ('GlobalRotScaleTrans', 'translation_std'): 'called trans_lim here',
+    ('NuScenesDataset', 'data_root'): 'called dataset_root here',
+    ('NuScenesDataset', 'metainfo'): 'write its classes as object_classes',
+    ('NuScenesDataset', 'classes'): 'called object_classes here',
+    **{(step, name): 'files are read from the local disk; leave it out'
+       for step in ('NuScenesDataset', 'LoadPointsFromFile', 'LoadPointsFromMultiSweeps', 'LoadMultiViewImageFromFiles')
+       for name in ('backend_args', 'file_client_args')},
 }
 
 

@@ -84,16 +84,24 @@ def test_a_renamed_or_missing_type_names_its_replacement(kind, answer):
 
 
 def test_replacements_exist_and_replace_nothing_that_is_there():
-    from mmdet3d_ext.registry import PIPELINES, REPLACED, REPLACED_ARGUMENTS
+    import inspect
+
+    from mmdet3d_ext.registry import DATASETS, PIPELINES, REPLACED, REPLACED_ARGUMENTS
     for kind, answer in REPLACED.items():
         assert MODELS.get(kind) is None and PIPELINES.get(kind) is None, kind
         if answer.startswith('called '):
             name = answer.split()[1]
             assert MODELS.get(name) or PIPELINES.get(name), name
-    for kind, _ in REPLACED_ARGUMENTS:
-        assert MODELS.get(kind)
+    for (kind, argument), answer in REPLACED_ARGUMENTS.items():
+        cls = MODELS.get(kind) or PIPELINES.get(kind) or DATASETS.get(kind)
+        taken = inspect.signature(cls.__init__).parameters
+        assert argument not in taken, (kind, argument)
+        if answer.startswith('called ') and '.' not in answer:
+            assert answer.split()[1] in taken, (kind, argument)
 
 
 def test_an_argument_without_meaning_is_named():
     with pytest.raises(TypeError, match="CenterHead: 'dequity_eta': .*leave it out"):
         MODELS.build({'type': 'CenterHead', 'dequity_eta': 0.3})
+    with pytest.raises(TypeError, match="BEVFusion: 'pts_backbone': called model.decoder.backbone here"):
+        MODELS.build({'type': 'BEVFusion', 'encoders': None, 'pts_backbone': {}})

@@ -155,6 +155,9 @@ def load_config(path: str, overrides: Optional[Iterable[str]] = None, allow_new:
             expression.
     """
     leaf = os.path.abspath(os.path.expanduser(os.fspath(path)))
+    if leaf.endswith('.py'):
+        raise ConfigError(f'{display(leaf)}: Python configurations are not run; take the YAML of configs/ for this model and '
+                          'change what differs (docs/migrating.md has the keys)')
     files = inheritance(leaf)
     tree: Dict[str, Any] = {}
     sources: Dict[Path, Source] = {}
@@ -300,6 +303,8 @@ def _refuse_unknown_roots(tree: Dict[str, Any], sources: Mapping[Path, Source]) 
     used = set(_names(tree)) if unknown else set()
     known = [*(key for key in schema.KNOWN if '.' not in key), *(key for key in tree if key in used)]
     for key in unknown:
+        if key not in used and schema.replacement((key,)):
+            raise ConfigError(f'{sources[(key,)]}: key {key!r} is of mmdet3d >= 1.1: {schema.replacement((key,))}')
         if key not in used:
             raise ConfigError(f'{sources[(key,)]}: unknown key {key!r}{hint(key, known)} (nothing reads it and no expression '
                               f'uses it; a helper may be called _{key})')

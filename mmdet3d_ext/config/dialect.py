@@ -12,11 +12,20 @@ from typing import Any, Iterator, List, Mapping, Optional, Set, Tuple
 
 # CenterPoint's radii as the reference writes them: squares of metres.
 SQUARED_RADII = [4, 12, 10, 1, 0.85, 0.175]
+# nuScenes' classes in the order that a TransFusion head without class_names assumes.
+USUAL_CLASSES = ['car', 'truck', 'construction_vehicle', 'bus', 'trailer', 'barrier', 'motorcycle', 'bicycle', 'pedestrian',
+                 'traffic_cone']
+# Section -> (keys without effect, why).
+WITHOUT_EFFECT = {
+    'model.heads.object.train_cfg': (('dense_reg', 'max_objs'), 'no object of a sample is cut off'),
+    'model.heads.object.test_cfg': (('max_per_img', 'max_pool_nms'), 'bbox_coder.max_num and post_max_size limit the boxes'),
+}
 
 
 def translate(cfg: Any) -> None:
     """Adapt ``cfg`` (a resolved :class:`~.config.Config`) in place, with one warning for each difference."""
-    for check in (_test_mode, _schedules, _radar, _radii, _sweeps, _paste, _jitter):
+    for check in (_test_mode, _schedules, _radar, _radii, _sweeps, _paste, _jitter, _without_effect, _class_order, _evaluation,
+                  _sync_bn):
         for key, message in check(cfg):
             # From load_config's caller's point of view: that is who can do something about it.
             warnings.warn(f'{cfg.where(key)}: {message}', stacklevel=4)
@@ -105,6 +114,42 @@ def _paste(cfg: Any) -> Iterator[Finding]:
 def _jitter(cfg: Any) -> Iterator[Finding]:
     if cfg.get('radar_jitter'):
         yield 'radar_jitter', 'has no effect (nothing reads it in the reference either); leave it out'
+
+
+def _without_effect(cfg: Any) -> Iterator[Finding]:
+    for section, (keys, reason) in WITHOUT_EFFECT.items():
+        settings = cfg.select(section)
+        found = [key for key in keys if isinstance(settings, Mapping) and key in settings]
+        if found:
+            yield f'{section}.{found[0]}', f'has no effect{_besides(found[1:])}: {reason}; leave it out'
+
+
+def _besides(keys: List[str]) -> str:
+    return f', like {", ".join(keys)}' if keys else ''
+
+
+def _class_order(cfg: Any) -> Iterator[Finding]:
+    """The reference knows pedestrians and cones by their numbers, whatever object_classes says."""
+    key = 'model.heads.object'
+    head, classes = cfg.select(key), cfg.get('object_classes')
+    if isinstance(head, Mapping) and head.get('type') == 'TransFusionHead' and isinstance(classes, list) \
+            and head.get('class_names') is None and head.get('num_classes') == len(classes) and classes != USUAL_CLASSES \
+            and len(classes) == len(USUAL_CLASSES):
+        head['class_names'] = list(classes)
+        yield 'object_classes', (f'has an order of its own: {key}.class_names is taken from it, so that pedestrians and cones '
+                                 'are found by name; write it there')
+
+
+def _evaluation(cfg: Any) -> Iterator[Finding]:
+    own, validated = cfg.select('evaluation.pipeline'), cfg.select('data.val.pipeline')
+    if own is not None and validated is not None and own != validated:
+        yield 'evaluation.pipeline', 'has no effect: validation runs data.val.pipeline; write it there'
+
+
+def _sync_bn(cfg: Any) -> Iterator[Finding]:
+    exclude = cfg.select('sync_bn.exclude') if isinstance(cfg.get('sync_bn'), Mapping) else None
+    if exclude:
+        yield 'sync_bn.exclude', f'has no effect: all batch norms are synchronised, {exclude} too; write sync_bn: true or false'
 
 
 def _step(data: Mapping[str, Any], kind: str) -> Optional[Mapping[str, Any]]:

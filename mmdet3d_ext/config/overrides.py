@@ -207,6 +207,8 @@ def _check_new(node: Dict[Any, Any], path: Path, key: Key, override: Override, a
     allowed = schema.allowed_children(path, node)
     if str(key) in allowed:
         return
+    if schema.replacement((*path, key)):
+        raise ConfigError(f'{COMMAND_LINE}: {override.flag}: a key of mmdet3d >= 1.1: {schema.replacement((*path, key))}')
     where = f'in {dotted(path)!r}' if path else 'at the top'
     raise ConfigError(f'{COMMAND_LINE}: {override.flag}: unknown key {str(key)!r} {where}{hint(key, allowed, path)} '
                       f'({ALLOW_NEW} adds new keys)')

@@ -17,6 +17,24 @@ KNOWN: Dict[str, Optional[FrozenSet[str]]] = {}
 # Old name -> name. The old one is accepted with a warning.
 ALIASES = {'total_epochs': 'max_epochs'}
 
+# Root keys of mmdet3d >= 1.1 (mmengine) -> what to write instead; docs/migrating.md has the whole table.
+REPLACED = {
+    'train_dataloader': 'write data.train, data.samples_per_gpu and data.workers_per_gpu',
+    'val_dataloader': 'write data.val', 'test_dataloader': 'write data.test',
+    'val_evaluator': 'every task that the model has is evaluated; see evaluation', 'test_evaluator': 'see evaluation',
+    'optim_wrapper': 'write optimizer, optimizer_config.grad_clip and fp16 (or amp)',
+    'param_scheduler': 'write lr_config and momentum_config',
+    'train_cfg': 'write max_epochs and evaluation.interval', 'val_cfg': 'leave it out', 'test_cfg': 'leave it out',
+    'default_hooks': 'write checkpoint_config and log_config', 'randomness': 'write seed and deterministic',
+    'resume': 'write resume_from (auto: the newest checkpoint of the run folder)', 'env_cfg': 'write dist_params',
+    'visualizer': 'write log_config.hooks', 'vis_backends': 'write log_config.hooks', 'log_processor': 'write log_config',
+    'custom_imports': 'write a script that imports your package and calls mmdet3d_ext.engine.train.train',
+    'data_root': 'called dataset_root here', 'class_names': 'called object_classes here',
+    'metainfo': 'write its classes as object_classes', 'backend_args': 'files are read from the local disk; leave it out',
+    'file_client_args': 'files are read from the local disk; leave it out', '_base_': 'folders inherit (default.yaml)',
+    'default_scope': 'leave it out',
+}
+
 _PLAIN = '''
 templates seed deterministic cudnn_benchmark max_epochs max_iters load_from resume_from auto_resume run_dir work_dir compat
 dataset_type dataset_root gt_paste_stop_epoch reduce_beams load_dim use_dim load_augmented point_cloud_range
@@ -24,20 +42,23 @@ voxel_size image_size augment2d augment3d object_classes map_classes map_labels 
 radar_use_dims radar_max_points radar_voxel_size radar_compensate_velocity radar_filtering radar_normalize radar_jitter
 train_pipeline test_pipeline val_pipeline evaluation_pipeline model optimizer lr_config
 momentum_config runner custom_hooks ema workflow sync_bn find_unused_parameters dist_backend dist_params launcher
-log_level opencv_num_threads mp_start_method num_threads amp guard save_best profiler gpu_ids device
+log_level opencv_num_threads mp_start_method num_threads amp save_best profiler gpu_ids device
 '''
 _SECTIONS = {
-    'data': 'samples_per_gpu workers_per_gpu persistent_workers prefetch_factor pin_memory train val test '
+    'data': 'samples_per_gpu workers_per_gpu persistent_workers prefetch_factor pin_memory unreadable train val test '
             'train_dataloader val_dataloader test_dataloader',
+    'data.unreadable': 'policy budget',
+    'guard': 'max_consecutive action lr_factor max_rollbacks save_batches spike task_gradients',
+    'guard.spike': 'factor window keep',
     'checkpoint_config': 'interval by_epoch max_keep_ckpts save_optimizer save_last out_dir create_symlink filename_tmpl '
-                         'file_client_args sync_buffer type meta',
+                         'file_client_args sync_buffer type meta every_iters every_minutes',
     'log_config': 'interval hooks',
     'evaluation': 'interval pipeline start by_epoch save_best rule metric metrics metric_options dynamic_intervals '
                   'amp before_train eval out_dir jsonfile_prefix show gpu_collect less_keys greater_keys thresholds num_samples',
     'auto_scale_lr': 'enable base_batch_size',
     'amp': 'dtype loss_scale enabled',
     'ema': 'decay momentum evaluate warm_up type enable enabled',
-    'dist_params': 'backend timeout',
+    'dist_params': 'backend timeout stall_timeout',
     'fp16': 'enabled dtype loss_scale growth_interval init_scale',
     'optimizer_config': 'type grad_clip cumulative_iters detect_anomalous_params loss_scale distributed coalesce '
                         'bucket_size_mb',
@@ -82,6 +103,11 @@ def constructor_arguments(kind: Any) -> Optional[Set[str]]:
         if cls is not None:
             return _arguments(cls)
     return None
+
+
+def replacement(path: tuple) -> Optional[str]:
+    """What to write instead of the root key of another framework, or None."""
+    return REPLACED.get(str(path[0])) if len(path) == 1 else None
 
 
 def _arguments(cls: type) -> Set[str]:

@@ -81,7 +81,8 @@ def load_info_file(path: PathLike, box_convention: Optional[str] = None) -> Info
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f'info file {path} does not exist. Make it with: python tools/create_data.py nuscenes '
+        radar = f' (one file holds all sensors here: write {path.name[:-10]}.pkl)' if path.name.endswith('_radar.pkl') else ''
+        raise FileNotFoundError(f'info file {path} does not exist{radar}. Make it with: python tools/create_data.py nuscenes '
                                 f'--root-path <data root> --out-dir {path.parent} --extra-tag {_tag_of(path)}')
     try:
         data = restricted_pickle.load(path)

@@ -135,6 +135,19 @@ def test_unknown_key_of_a_section_in_a_file(tree):
         load_config(tree({'leaf.yaml': 'optimizer_config: {grad_clip: {max_nrom: 35}}\n'}))
 
 
+def test_keys_of_mmdet3d_1_1_name_their_replacement(tree, tmp_path):
+    leaf = tree({'leaf.yaml': 'optim_wrapper: {optimizer: {lr: 1.0e-4}}\n'})
+    with pytest.raises(ConfigError, match=r"leaf\.yaml:1: key 'optim_wrapper' is of mmdet3d >= 1\.1: write optimizer, .*fp16"):
+        load_config(leaf)
+    with pytest.raises(ConfigError, match=r'command line: --train_cfg\.max_epochs: .*write max_epochs and evaluation\.interval'):
+        load_config(tree({'leaf.yaml': 'seed: 0\n'}), ['--train_cfg.max_epochs', '3'])
+    cfg = load_config(tree({'leaf.yaml': 'data_root: x/\ndataset_root: "${data_root}"\n'}))
+    assert cfg.dataset_root == 'x/', 'a helper of the same name is fine'
+    (tmp_path / 'model.py').write_text("model = dict(type='BEVFusion')\n")
+    with pytest.raises(ConfigError, match=r'model\.py: Python configurations are not run; .*docs/migrating\.md'):
+        load_config(str(tmp_path / 'model.py'))
+
+
 def test_helper_keys_used_by_an_expression_or_private_are_fine(tree):
     cfg = load_config(tree({'leaf.yaml': 'step: 0.5\n_note: x\nmodel: {n: "${int(100 / step)}"}\n'}))
     assert cfg.model.n == 200

@@ -231,13 +231,67 @@ def test_data_list_form(tmp_path):
     assert np.allclose(got['lidar2ego_rotation'], [np.sqrt(0.5), 0, 0, np.sqrt(0.5)])
 
 
-def test_data_list_error_names_the_sample(tmp_path):
+REMOVED = object()
+
+
+@pytest.mark.parametrize('place, value, message', [
+    ('images.CAM_FRONT.lidar2cam', REMOVED, r'images\.CAM_FRONT\.lidar2cam is missing'),
+    ('images.CAM_BACK.cam2img', [[1, 0], [0, 1]], r'images\.CAM_BACK\.cam2img must be 3 x 3 numbers, its shape is \(2, 2\)'),
+    ('images', 3, 'images is a int, expected a mapping'),
+    ('lidar_points.lidar2ego', np.eye(3).tolist(), r'lidar_points\.lidar2ego must be 4 x 4 numbers'),
+    ('lidar_points.lidar2ego', np.diag([1, 1, -1, 1]).tolist(), r'lidar_points\.lidar2ego: the upper left 3x3 .* not a rotation'),
+    ('lidar_points.lidar2ego', np.full((4, 4), np.nan).tolist(), r'lidar_points\.lidar2ego holds values that are not finite'),
+    ('ego2global', REMOVED, 'ego2global is missing'),
+    ('timestamp', None, 'timestamp is missing'),
+    ('lidar_sweeps.0.lidar_points.lidar_path', REMOVED, r'lidar_sweeps\[0\]\.lidar_points\.lidar_path is missing'),
+    ('lidar_sweeps.0.lidar_points.lidar2ego', REMOVED, r'lidar_sweeps\[0\]\.lidar_points\.lidar2sensor is missing'),
+    ('instances.3.bbox_3d', [1.0, 2.0], r'instances\[3\]\.bbox_3d must be 7 numbers, its shape is \(2,\)'),
+    ('instances.3', 'car', r'instances\[3\] is a str, expected a mapping'),
+])
+def test_what_is_missing_in_a_data_list_is_named_in_full(tmp_path, place, value, message):
     path = data_list_file(tmp_path / 'x.pkl')
     data = restricted_pickle.load(path)
-    del data['data_list'][0]['images']['CAM_FRONT']['lidar2cam']
+    node = data['data_list'][0]
+    *parents, last = [int(part) if part.isdigit() else part for part in place.split('.')]
+    for part in parents:
+        node = node[part]
+    if value is REMOVED:
+        del node[last]
+    else:
+        node[last] = value
     restricted_pickle.save(data, path)
-    with pytest.raises(InfoFileError, match=r"data_list\[0\] \(token a\): KeyError 'lidar2cam'"):
+    with pytest.raises(InfoFileError, match=rf'x\.pkl: data_list\[0\] \(token a\): {message}.*create_data\.py'):
         load_info_file(path)
+
+
+def test_a_data_list_without_class_names_or_with_something_else_in_it(tmp_path):
+    restricted_pickle.save({'metainfo': {}, 'data_list': []}, tmp_path / 'x.pkl')
+    with pytest.raises(InfoFileError, match='metainfo holds neither categories nor classes'):
+        load_info_file(tmp_path / 'x.pkl')
+    restricted_pickle.save({'metainfo': {'classes': ['car']}, 'data_list': [7]}, tmp_path / 'y.pkl')
+    with pytest.raises(InfoFileError, match=r'data_list\[0\]: the sample is a int'):
+        load_info_file(tmp_path / 'y.pkl')
+
+
+def test_sweeps_with_a_product_instead_of_poses(tmp_path):
+    path = data_list_file(tmp_path / 'x.pkl')
+    expected = load_info_file(path).infos[0]['sweeps'][0]
+    data = restricted_pickle.load(path)
+    sweep = data['data_list'][0]['lidar_sweeps'][0]
+    sensor_from_lidar = np.eye(4)
+    sensor_from_lidar[:3, :3] = expected['sensor2lidar_rotation'].T
+    sensor_from_lidar[:3, 3] = -expected['sensor2lidar_rotation'].T @ expected['sensor2lidar_translation']
+    sweep['lidar_points'] = {'lidar_path': 'y.bin', 'lidar2sensor': sensor_from_lidar.tolist()}
+    restricted_pickle.save(data, path)
+    got = load_info_file(path).infos[0]['sweeps'][0]
+    assert np.allclose(got['sensor2lidar_translation'], expected['sensor2lidar_translation'])
+    assert np.allclose(got['sensor2lidar_rotation'], expected['sensor2lidar_rotation'])
+
+
+def test_a_radar_file_of_the_reference_names_the_one_file_that_holds_all(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r'_radar\.pkl does not exist \(one file holds all sensors here: write '
+                                                r'nuscenes_infos_train\.pkl\)'):
+        load_info_file(tmp_path / 'nuscenes_infos_train_radar.pkl')
 
 
 def test_real_key_frame():

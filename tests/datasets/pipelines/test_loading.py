@@ -148,6 +148,18 @@ def test_test_mode_comes_from_the_data_set_and_is_not_random(tmp_path):
     assert len(draws) > 2 and all(len(draw) == 4 for draw in draws)
 
 
+@pytest.mark.parametrize('own, distinct', [({}, True), ({'test_mode': True}, False)])
+def test_evaluation_draws_at_random_in_the_reference_only(tmp_path, own, distinct):
+    """As there, unless the step itself says test_mode."""
+    step = PIPELINES.build(dict(SWEEPS, compat='reference', **own))
+    draws = set()
+    for seed in range(6):
+        np.random.seed(seed)
+        data = PIPELINES.build(LOAD)(dict(sample_with_sweeps(tmp_path, 8), test_mode=True))
+        draws.add(tuple(np.unique(step(data)['points'].tensor[:, 4].numpy().round(3))))
+    assert (len(draws) > 2) == distinct and all(len(draw) == 4 for draw in draws)
+
+
 @pytest.mark.parametrize('compat, kept', [(None, 0), ('reference', 1)])
 def test_returns_from_the_car_leave_the_key_frame_by_default(tmp_path, compat, kept):
     data = sample_with_sweeps(tmp_path, 1)

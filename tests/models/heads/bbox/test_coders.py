@@ -61,6 +61,17 @@ def test_filter_drops_what_is_out_of_range_or_not_finite():
     assert len(found['bboxes']) == 2 and (found['bboxes'] - BOXES[0]).abs().max() < 1e-4  # rows 0 and 5
 
 
+def test_limits_follow_the_boxes():
+    """They are numbers of the configuration, not a tensor that stays where (and as) the first boxes were."""
+    limits = [-5.0, -20.0, -10.0, 20.0, 20.0, -0.5]
+    coder = TransFusionBBoxCoder(**FRAME, code_size=10, post_center_range=limits)
+    for kind in (torch.float32, torch.float64, torch.float32):
+        boxes = BOXES.to(kind)
+        assert coder.keep(boxes, torch.ones(3, dtype=kind)).tolist() == [True, True, False]
+        assert coder.post_center_range == limits and all(type(value) is float for value in coder.post_center_range)
+    assert coder.keep(BOXES.to('meta'), torch.ones(3, device='meta')).device.type == 'meta'
+
+
 def center_maps(coder, boxes, labels, scores, shape, classes):
     """Maps that say: these boxes, at their cells."""
     x_cells, y_cells = shape

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmdet3d_ext.engine.hooks.optimizer import GuardedOptimizerHook, NonFiniteError, make_scaler, total_norm
+from mmdet3d_ext.engine.hooks.guard import Guard, NonFiniteError
+from mmdet3d_ext.engine.hooks.optimizer import GuardedOptimizerHook, make_scaler, total_norm
 
 
 class Log:
@@ -114,7 +115,7 @@ def test_nothing_non_finite_reaches_the_weights(value, where, caplog):
 
 
 def test_too_many_in_a_row_stop_the_run():
-    runner = Runner(GuardedOptimizerHook(max_consecutive=3))
+    runner = Runner(GuardedOptimizerHook(guard=Guard(max_consecutive=3)))
     bad = lambda m: m(torch.ones(3)).sum() * float('nan')  # noqa: E731
     runner.step(bad), runner.step(bad)
     with pytest.raises(NonFiniteError, match='in 3 steps in a row'):

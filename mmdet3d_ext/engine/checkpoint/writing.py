@@ -5,6 +5,7 @@ import glob
 import os
 import re
 import shutil
+import zipfile
 from collections import OrderedDict
 from typing import Any, List, Mapping, Optional, Tuple
 
@@ -50,8 +51,12 @@ def plain(value: Any) -> Any:
 def write_atomic(content: Any, path: str) -> None:
     """Write ``content`` with ``torch.save`` so that ``path`` is either the old file or the whole new one.
 
+    The file is synced to the disk and read back before it gets its name: every record's CRC-32, which torch's zip format
+    carries, must fit.
+
     Raises:
-        CheckpointWriteError: if the disk is full or the folder cannot be written; ``path`` is as it was.
+        CheckpointWriteError: if the disk is full, the folder cannot be written, or what was written reads back otherwise;
+            ``path`` is as it was.
     """
     temporary = f'{path}.tmp-{os.getpid()}'
     try:
@@ -59,6 +64,7 @@ def write_atomic(content: Any, path: str) -> None:
             torch.save(content, stream)
             stream.flush()
             os.fsync(stream.fileno())
+        _read_back(temporary)
         os.replace(temporary, path)
         _sync_folder(os.path.dirname(path) or '.')
     except (OSError, RuntimeError) as error:
@@ -68,6 +74,16 @@ def write_atomic(content: Any, path: str) -> None:
         except OSError:
             pass
         raise CheckpointWriteError(f'cannot write {path}: {reason}') from error
+
+
+def _read_back(path: str) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except zipfile.BadZipFile as error:
+        raise OSError(0, f'what was written does not read back ({error})') from None
+    if bad is not None:
+        raise OSError(0, f'what was written does not read back (its record {bad})')
 
 
 def _why_unwritten(error: BaseException, temporary: str) -> str:
@@ -119,20 +135,27 @@ def clean_leftovers(folder: str) -> None:
             pass
 
 
+def list_checkpoints(folder: str, prefix: str = '') -> List[Tuple[Tuple[int, int], str]]:
+    """``((epoch, iteration), path)`` of a run's checkpoints, the least advanced first.
+
+    ``<prefix>epoch_<N>.pth`` stands after N whole epochs, ``<prefix>epoch_<N>_iter_<M>.pth`` M iterations later.
+    """
+    found = []
+    for path in glob.glob(os.path.join(folder, f'{prefix}epoch_*.pth')):
+        match = re.fullmatch(rf'{prefix}epoch_(\d+)(?:_iter_(\d+))?\.pth', os.path.basename(path))
+        if match:
+            found.append(((int(match[1]), int(match[2] or 0)), path))
+    return sorted(found)
+
+
 def newest_checkpoint(folder: str) -> Tuple[Optional[str], List[str]]:
-    """The checkpoint ``epoch_<N>.pth`` in ``folder`` with the highest N that reads whole (None if there are no such files),
-    and those with a higher N that do not.
+    """The most advanced checkpoint in ``folder`` that reads whole (None if there are none), and more advanced ones that do not.
 
     Raises:
         CheckpointError: if there are checkpoints, but none reads: starting anew would not be what "resume" asks for.
     """
-    found = []
-    for path in glob.glob(os.path.join(folder, 'epoch_*.pth')):
-        match = re.fullmatch(r'epoch_(\d+)\.pth', os.path.basename(path))
-        if match:
-            found.append((int(match.group(1)), path))
     broken: List[str] = []
-    for _, path in sorted(found, reverse=True):
+    for _, path in reversed(list_checkpoints(folder)):
         if is_checkpoint_whole(path):
             return path, broken
         broken.append(path)

@@ -5,6 +5,7 @@ from .ema import WeightAverageHook
 from .epoch import EpochSetupHook
 from .evaluation import EvaluationHook
 from .optimizer import GuardedOptimizerHook
+from .task_gradients import TaskGradientHook
 
 __all__ = ['BatchNormSyncHook', 'EpochSetupHook', 'EvaluationHook', 'GuardedOptimizerHook', 'SafeCheckpointHook',
-           'WeightAverageHook']
+           'TaskGradientHook', 'WeightAverageHook']

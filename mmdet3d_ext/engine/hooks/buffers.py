@@ -1,12 +1,13 @@
 """BatchNorm statistics over ranks."""
 from __future__ import annotations
 
-from typing import Any, List, Optional
+from typing import Any, List
 
 import torch
 import torch.distributed as dist
 from mmcv.runner import HOOKS, Hook
-from torch import nn
+
+from ..rank_state import named_statistics
 
 
 @HOOKS.register_module()
@@ -26,21 +27,10 @@ class BatchNormSyncHook(Hook):
     def after_train_epoch(self, runner: Any) -> None:
         if not (dist.is_initialized() and dist.get_world_size() > 1):
             return
-        model = getattr(runner.model, 'module', runner.model)
-        average_over_ranks(statistics(model, None))
+        own = named_statistics(getattr(runner.model, 'module', runner.model))
+        average_over_ranks(list(own.values()))
         if self.ema is not None:
-            average_over_ranks(statistics(model, self.ema.average))
-
-
-def statistics(model: nn.Module, values: Optional[dict]) -> List[torch.Tensor]:
-    """Running means and variances of all BatchNorm layers, from the model or from ``values`` (by full name)."""
-    found = []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            for part in ('running_mean', 'running_var'):
-                if getattr(module, part, None) is not None:
-                    found.append(getattr(module, part) if values is None else values[f'{name}.{part}' if name else part])
-    return found
+            average_over_ranks([self.ema.average[name] for name in own])
 
 
 @torch.no_grad()

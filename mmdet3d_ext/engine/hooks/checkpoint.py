@@ -1,17 +1,18 @@
 """Checkpoints while training: written whole or not at all, a bounded number kept, the best one marked."""
 from __future__ import annotations
 
-import glob
 import json
 import math
 import os
 import re
 import shutil
-from typing import Any, Dict, Mapping, Optional
+import time
+from typing import Any, Callable, Dict, Mapping, Optional
 
 from mmcv.runner import HOOKS, Hook, master_only
 
-from ..checkpoint import CheckpointWriteError, write_atomic
+from .. import rank_state
+from ..checkpoint import CheckpointWriteError, link_atomic, list_checkpoints, write_atomic
 from ..launch import UserError
 
 LESS_IS_BETTER = ('loss', '_err', 'mate', 'mase', 'maoe', 'mave', 'maae')
@@ -24,7 +25,11 @@ def lower_is_better(metric: str) -> bool:
 
 @HOOKS.register_module()
 class SafeCheckpointHook(Hook):
-    """Saves ``epoch_<N>.pth`` every ``interval`` epochs and after the last one, and ``latest.pth`` pointing to it.
+    """Saves ``epoch_<N>.pth`` every ``interval`` epochs and after the last one, and ``latest.pth`` pointing to the newest file.
+
+    Within an epoch ``epoch_<N>_iter_<M>.pth`` (N epochs and M iterations are done) is written when a signal asks the run to stop,
+    and as ``every_iters`` and ``every_minutes`` say. It also holds every rank's random numbers and BatchNorm statistics. The
+    newest two are kept until the epoch's own checkpoint is safe.
 
     If a file cannot be written (full disk), training goes on: an alarm is logged each time, older files stay, and the last
     state is tried once more at the end of the run.
@@ -36,18 +41,30 @@ class SafeCheckpointHook(Hook):
         out_dir: another folder than the run's.
         create_symlink: whether to make ``latest.pth``.
         save_last: also save after the last epoch when ``interval`` does not divide it.
+        every_iters: iterations between checkpoints within an epoch (after the group of accumulated steps is complete).
+        every_minutes: minutes between checkpoints, by rank 0's clock; those of epochs count.
     """
 
     def __init__(self, interval: int = 1, max_keep_ckpts: int = -1, save_optimizer: bool = True, out_dir: Optional[str] = None,
-                 create_symlink: bool = True, save_last: bool = True, filename_tmpl: str = 'epoch_{}.pth'):
+                 create_symlink: bool = True, save_last: bool = True, filename_tmpl: str = 'epoch_{}.pth',
+                 every_iters: Optional[int] = None, every_minutes: Optional[float] = None):
         if not isinstance(interval, int) or isinstance(interval, bool) or interval == 0:
             raise ValueError(f'checkpoint_config.interval must be a whole number of epochs (-1: only the last), '
                              f'got {interval!r}')
         self.interval, self.max_keep_ckpts, self.save_optimizer = interval, max_keep_ckpts, save_optimizer
         self.out_dir, self.create_symlink = out_dir, create_symlink
         self.save_last, self.filename_tmpl = save_last, filename_tmpl
+        if every_iters is not None and (not isinstance(every_iters, int) or isinstance(every_iters, bool) or every_iters < 1):
+            raise ValueError(f'checkpoint_config.every_iters must be a whole number >= 1 or null, got {every_iters!r}')
+        if every_minutes is not None and (isinstance(every_minutes, bool) or not isinstance(every_minutes, (int, float))
+                                          or not every_minutes > 0):
+            raise ValueError(f'checkpoint_config.every_minutes must be a number > 0 or null, got {every_minutes!r}')
+        self.every_iters, self.every_minutes = every_iters, every_minutes
+        self._saved_at, self._turn = time.monotonic(), 0
 
     def before_run(self, runner: Any) -> None:
+        runner.saver = self
+        self._saved_at, self._turn = time.monotonic(), runner.iter // (self.every_iters or 1)
         self.out_dir = os.path.abspath(self.out_dir) if self.out_dir else runner.work_dir
         if runner.rank == 0:
             os.makedirs(self.out_dir, exist_ok=True)
@@ -56,31 +73,72 @@ class SafeCheckpointHook(Hook):
     def after_train_epoch(self, runner: Any) -> None:
         if self.every_n_epochs(runner, self.interval) or (self.save_last and self.is_last_epoch(runner)):
             runner.logger.info('Saving checkpoint at %d epochs', runner.epoch + 1)
+            self._turn = runner.iter // (self.every_iters or 1)
             self._save(runner)
 
     @master_only
     def _save(self, runner: Any) -> None:
+        if self._write(runner, lambda: runner.save_checkpoint(self.out_dir, self.filename_tmpl, self.save_optimizer,
+                                                              create_symlink=self.create_symlink)):
+            files = [path for _, path in list_checkpoints(self.out_dir) if path != runner.last_checkpoint]
+            within = [path for path in files if '_iter_' in os.path.basename(path)]
+            whole = [path for path in files if path not in within]
+            for old in within + (whole[:1 - self.max_keep_ckpts or None] if self.max_keep_ckpts > 0 else []):
+                _remove(old)
+
+    def _write(self, runner: Any, write: Callable[[], str]) -> bool:
+        self._saved_at = time.monotonic()
         try:
-            path = runner.save_checkpoint(self.out_dir, self.filename_tmpl, self.save_optimizer,
-                                          create_symlink=self.create_symlink)
+            path = write()
         except CheckpointWriteError as error:
-            older = _epoch_files(self.out_dir)
+            older = list_checkpoints(self.out_dir)
             runner.save_failed = str(error)
             runner.logger.error('ALARM: %s. Training goes on; the newest checkpoint is %s. Free some space: the next one '
                                 'is tried after the next epoch', error, older[-1][1] if older else 'none')
-            return
+            return False
         runner.save_failed = None
         runner.last_checkpoint = path
         if runner.meta is not None:
             runner.meta.setdefault('hook_msgs', {})['last_ckpt'] = path
-        if self.max_keep_ckpts > 0:
-            for _, old in _epoch_files(self.out_dir)[:-self.max_keep_ckpts]:
-                if old != path:
-                    _remove(old)
+        return True
+
+    # ---- within an epoch ---------------------------------------------------------------------------------------------
+    def is_time(self) -> bool:
+        """Whether ``every_minutes`` have passed."""
+        return self.every_minutes is not None and time.monotonic() - self._saved_at >= 60 * self.every_minutes
+
+    def is_turn(self, iteration: int) -> bool:
+        """Whether a checkpoint is due by ``every_iters``; a turn within a group of accumulated steps waits for its end."""
+        return self.every_iters is not None and iteration // self.every_iters > self._turn
+
+    def save_step(self, runner: Any, done: int) -> Optional[str]:
+        """Write the state after ``done`` iterations of the current epoch. A collective.
+
+        Returns:
+            the path on rank 0; None on others, or if it could not be written.
+        """
+        states = rank_state.gather(getattr(runner.model, 'module', runner.model), runner.stateful.get('ema_state_dict'))
+        self._turn = runner.iter // self.every_iters if self.every_iters else 0
+        if states is None:
+            return None
+        path = os.path.join(self.out_dir, f'epoch_{runner.epoch}_iter_{done}.pth')
+
+        def write() -> str:
+            write_atomic(dict(runner.checkpoint_content(done=done), rank_states=states), path)
+            if self.create_symlink:
+                link_atomic(path, os.path.join(self.out_dir, 'latest.pth'))
+            return path
+
+        if not self._write(runner, write):
+            return None
+        runner.logger.info('Saved %s', path)
+        for old in [path for _, path in list_checkpoints(self.out_dir) if '_iter_' in os.path.basename(path)][:-2]:
+            _remove(old)
+        return path
 
     @master_only
     def after_run(self, runner: Any) -> None:
-        if runner.save_failed is None or runner.epoch < 1:
+        if runner.save_failed is None or runner.epoch < 1 or runner.stopped is not None:
             return
         runner._epoch -= 1  # the state is that of the epoch that ended
         try:
@@ -89,16 +147,6 @@ class SafeCheckpointHook(Hook):
             runner._epoch += 1
         if runner.save_failed is None:
             runner.logger.info('the last checkpoint is written now')
-
-
-def _epoch_files(folder: str) -> list:
-    """(epoch, path) of the checkpoints in ``folder``, oldest epoch first."""
-    found = []
-    for path in glob.glob(os.path.join(folder, 'epoch_*.pth')):
-        match = re.fullmatch(r'epoch_(\d+)\.pth', os.path.basename(path))
-        if match:
-            found.append((int(match.group(1)), path))
-    return sorted(found)
 
 
 def _remove(path: str) -> None:

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Mapping, Optional
 
 import torch
 from mmcv.runner import HOOKS, Hook
@@ -81,7 +81,19 @@ class WeightAverageHook(Hook):
         return dict(self.average)
 
     def load_state_dict(self, state: Dict[str, Any]) -> None:
-        self._loaded = dict(state)
+        if self.average:  # in a run that goes back to an earlier checkpoint
+            self.replace(state)
+        else:
+            self._loaded = dict(state)
+
+    @torch.no_grad()
+    def replace(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Other values for some of the averages, by name; also before the run begins, when they only wait to be taken."""
+        if self.average:
+            for name, value in values.items():
+                self.average[name].copy_(value)
+        elif self._loaded is not None:
+            self._loaded.update(values)
 
 
 class AverageSteps:

@@ -7,13 +7,10 @@ from typing import Any, Dict, List, Mapping, Optional, Union
 
 import torch
 from mmcv.runner import HOOKS, Hook
-from torch import nn
+
+from .guard import Guard
 
 SEARCH_FLOOR = 1.0  # a gradient that overflows at a loss scale of 1 is not the scaler's doing
-
-
-class NonFiniteError(FloatingPointError):
-    """Too many steps in a row without a finite gradient."""
 
 
 def make_scaler(loss_scale: Union[str, float, int, Mapping[str, Any], None], device_type: str) -> torch.amp.GradScaler:
@@ -40,9 +37,10 @@ def make_scaler(loss_scale: Union[str, float, int, Mapping[str, Any], None], dev
 class GuardedOptimizerHook(Hook):
     """Backward, clip, step. Takes the places of mmcv's optimizer hooks (fp16, cumulative, both).
 
-    A step whose total gradient norm is not finite is skipped: weights, optimizer state and averages stay as they were. All
-    ranks see the same reduced gradient, so all skip together. The log tells the loss scaler's normal search ("loss scale now
-    X") from a real non-finite loss or gradient.
+    A step whose total loss or gradient norm is not finite is skipped: weights, optimizer state, averages and BatchNorm statistics
+    stay as they were. All ranks see the same reduced values, which reach the host in the one transfer that clipping needs, so
+    all skip together. The log tells the loss scaler's normal search ("loss scale now X") from a real non-finite loss or
+    gradient; what follows after these is the ``guard``'s matter.
 
     Args:
         grad_clip: ``{max_norm: 35, norm_type: 2}`` or None. ``grad_norm`` in the log is the norm before clipping; skipped steps
@@ -50,11 +48,11 @@ class GuardedOptimizerHook(Hook):
         cumulative_iters: steps whose gradients are averaged into one update. A group never crosses an epoch's end; a shorter
             last group is averaged over its own length.
         scaler: torch GradScaler for float16, else None.
-        max_consecutive: stop with an error after so many non-finite steps in a row (the scaler's search does not count).
+        guard: what happens around non-finite steps (:class:`.guard.Guard`).
     """
 
     def __init__(self, grad_clip: Optional[Mapping[str, Any]] = None, cumulative_iters: int = 1,
-                 scaler: Optional[torch.amp.GradScaler] = None, max_consecutive: int = 50):
+                 scaler: Optional[torch.amp.GradScaler] = None, guard: Optional[Guard] = None):
         if not isinstance(cumulative_iters, int) or isinstance(cumulative_iters, bool) or cumulative_iters < 1:
             raise ValueError(f'optimizer_config.cumulative_iters must be a whole number >= 1, got {cumulative_iters!r}')
         unknown = set(grad_clip or {}) - {'max_norm', 'norm_type'}
@@ -62,12 +60,13 @@ class GuardedOptimizerHook(Hook):
             raise ValueError(f'optimizer_config.grad_clip: unknown keys {sorted(unknown)}; it takes max_norm and norm_type')
         self.max_norm = float(grad_clip['max_norm']) if grad_clip else None
         self.norm_type = float((grad_clip or {}).get('norm_type', 2))
-        self.cumulative_iters, self.scaler, self.max_consecutive = cumulative_iters, scaler, max_consecutive
+        self.cumulative_iters, self.scaler, self.guard = cumulative_iters, scaler, guard or Guard()
         self.counts = {'steps': 0, 'scaler_skips': 0, 'nonfinite_skips': 0}
         self.consecutive = 0
         self._sync = contextlib.ExitStack()
         self._checked = False
         self._bad: List[str] = []
+        self._explained = False
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
     def _group(self, runner: Any) -> tuple:
@@ -80,9 +79,16 @@ class GuardedOptimizerHook(Hook):
     def before_run(self, runner: Any) -> None:
         runner.defer_log = True
         runner.optimizer.zero_grad(set_to_none=True)
+        self.guard.before_run(getattr(runner.model, 'module', runner.model))
+
+    def before_train_epoch(self, runner: Any) -> None:
+        """A run that went back to a checkpoint may have left a group unfinished."""
+        self._bad, self._explained = [], False
+        runner.optimizer.zero_grad(set_to_none=True)
 
     def before_train_iter(self, runner: Any) -> None:
         last, _ = self._group(runner)
+        self.guard.before_step(begins_group=runner.inner_iter % self.cumulative_iters == 0)
         if not last and hasattr(runner.model, 'no_sync'):
             self._sync.enter_context(runner.model.no_sync())
 
@@ -91,7 +97,7 @@ class GuardedOptimizerHook(Hook):
         loss = runner.outputs['loss'] / length
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self._sync.close()
-        runner.stepped = False
+        runner.stepped, runner.group_open = False, not last
         if not last:
             runner.publish()
             self._note_bad(runner)
@@ -101,23 +107,42 @@ class GuardedOptimizerHook(Hook):
         if self.scaler is not None:
             self.scaler.unscale_(runner.optimizer)
         norm = total_norm(_gradients(runner.optimizer), self.norm_type)
-        (norm_value,) = runner.publish([norm])
+        norm_value, *statistics = runner.publish([norm, *self.guard.statistics_size()])
         self._note_bad(runner)
-        if math.isfinite(norm_value):
+        if math.isfinite(norm_value) and not self._bad:
+            what = None
             self._step(runner, norm_value)
+            if not all(map(math.isfinite, statistics)):  # of this rank alone, so no other rank has to know
+                self.guard.undo_statistics()
+                runner.logger.error('%s, rank %d: BatchNorm statistics became non-finite for samples %s although loss and gradient '
+                                    'are finite; the statistics are as before the step', _place(runner), runner.rank,
+                                    sample_tokens(runner.data_batch))
+            self.guard.watch(runner, _place(runner), sample_tokens(runner.data_batch))
         else:
-            self._skip(runner)
+            what = self._skip(runner)
+            self.guard.undo_statistics()
         if self.scaler is not None:
             self.scaler.update()
         runner.optimizer.zero_grad(set_to_none=True)
-        self._bad = []
+        if what is not None and not self._bad:
+            self._explain(runner)
+        self._bad, self._explained = [], False
+        if self.consecutive >= self.guard.max_consecutive:
+            self.guard.give_up(f'{_place(runner)}: {what}', self.consecutive)
 
     def _note_bad(self, runner: Any) -> None:
         """Remember the group's non-finite losses, and name this rank's samples that gave them."""
-        bad = [name for name, value in runner.outputs['log_vars'].items() if not math.isfinite(value)]
-        if bad:
-            self._bad += [name for name in bad if name not in self._bad]
-            self._name_samples(runner, f'epoch {runner.epoch + 1}, iteration {runner.inner_iter + 1}')
+        values = runner.outputs['log_vars']
+        if all(math.isfinite(values[name]) for name in values if name == 'loss'):
+            return
+        self._bad += [name for name, value in values.items() if not math.isfinite(value) and name not in self._bad]
+        self._explain(runner)
+
+    def _explain(self, runner: Any) -> None:
+        # The first of a row shows where it begins; the last before the end is the one that a replay should have.
+        thorough = not self._explained and self.consecutive in (0, 1, self.guard.max_consecutive - 1)
+        self._explained = True
+        self.guard.explain(runner, _place(runner), sample_tokens(runner.data_batch), thorough)
 
     def _step(self, runner: Any, norm: float) -> None:
         if self.max_norm is not None and norm > self.max_norm:
@@ -129,33 +154,21 @@ class GuardedOptimizerHook(Hook):
         self.counts['steps'] += 1
         self.consecutive = 0
 
-    def _skip(self, runner: Any) -> None:
-        bad = self._bad
-        where = f'epoch {runner.epoch + 1}, iteration {runner.inner_iter + 1}'
+    def _skip(self, runner: Any) -> Optional[str]:
+        """Count and report a skipped step; returns what was not finite, or None for the scaler's search."""
+        bad, where = self._bad, _place(runner)
         scale = self.scaler.get_scale() if self.scaler is not None else None
         if scale is not None and scale > SEARCH_FLOOR and not bad:
             self.counts['scaler_skips'] += 1
             runner.logger.info('%s: gradients overflow in float16 at loss scale %g; step skipped, loss scale now %g (the '
                                'scaler\'s normal search)', where, scale, scale * self.scaler.get_backoff_factor())
-            return
+            return None
         self.counts['nonfinite_skips'] += 1
         self.consecutive += 1
         what = f'non-finite loss ({", ".join(bad)})' if bad else 'non-finite gradient (the losses are finite)'
         runner.logger.warning('%s: %s; step skipped on all ranks, weights unchanged (%d in a row, %d in this run)', where, what,
                               self.consecutive, self.counts['nonfinite_skips'])
-        if self.consecutive >= self.max_consecutive:
-            raise NonFiniteError(f'{where}: {what} in {self.consecutive} steps in a row; the weights are those of the last '
-                                 'finite step. Lower the learning rate, or look at the samples named above')
-
-    def _name_samples(self, runner: Any, where: str) -> None:
-        """On the rank whose own losses are non-finite: which losses and samples (to stderr and the rank's log file)."""
-        local = runner.outputs.get('local_values')
-        if local is None or torch.isfinite(local).all():
-            return
-        values = local.tolist()
-        names = [n for n, v in zip(runner.outputs['log_names'], values, strict=False) if not math.isfinite(v) and n != 'loss']
-        runner.logger.error('%s, rank %d: non-finite %s for samples %s', where, runner.rank, ', '.join(names) or 'loss',
-                            sample_tokens(runner.data_batch))
+        return what
 
     def _check_unused(self, runner: Any) -> None:
         """After the first backward: parameters without a gradient stop data-parallel training with an obscure message later."""
@@ -178,10 +191,15 @@ class GuardedOptimizerHook(Hook):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sync.close()
         self.counts.update(state.get('counts', {}))
         self.consecutive = int(state.get('consecutive', 0))
         if self.scaler is not None and state.get('scaler'):
             self.scaler.load_state_dict(dict(state['scaler']))
+
+
+def _place(runner: Any) -> str:
+    return f'epoch {runner.epoch + 1}, iteration {runner.inner_iter + 1}'
 
 
 def _gradients(optimizer: torch.optim.Optimizer) -> List[torch.Tensor]:
@@ -204,8 +222,3 @@ def sample_tokens(batch: Any) -> List[str]:
     if metas and isinstance(metas[0], (list, tuple)):
         metas = [m for chunk in metas for m in chunk]
     return [str(m.get('token', m.get('sample_idx', '?'))) for m in metas or [] if isinstance(m, Mapping)]
-
-
-def has_batch_norm(module: nn.Module) -> bool:
-    """Whether the module holds BatchNorm layers (their statistics are per rank and step)."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())

@@ -1,0 +1,449 @@
+"""How long a training step or an inference takes, part by part: what ``tools/benchmark.py`` runs.
+
+The step that is timed is the one that training runs: the same model builder, wrapper, optimizer, optimizer hook and runner.
+Times of parts come from events on the device's own clock, so that measuring does not make the host wait.
+"""
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+import numpy as np
+import torch
+from mmcv.runner import Hook
+from torch import nn
+
+from ..datasets.synthetic.batch import REAL_POINTS, random_batch
+from .amp import AmpPlan
+from .hooks.optimizer import GuardedOptimizerHook, make_scaler
+from .launch import UserError, current
+from .parallel import StepModel, autocast, unpack_batch
+from .run_dir import to_plain
+from .train import make_loader, make_model, make_optimizer, make_runner
+
+MIB = 1024 ** 2
+PRECISIONS = {'fp32': (None, False), 'tf32': (None, True), 'fp16': (torch.float16, True), 'bf16': (torch.bfloat16, True)}
+# CUDA runtime calls in which the host waits for the device.
+WAITS = ('cudaStreamSynchronize', 'cudaDeviceSynchronize', 'cudaEventSynchronize')
+
+
+class Clock:
+    """Named spans of one step, on the device's clock (CUDA events) or the host's."""
+
+    def __init__(self, device: torch.device):
+        self.cuda = device.type == 'cuda'
+        self.spans: List[Tuple[str, Any, Any]] = []
+        self._open: Dict[str, Any] = {}
+
+    def now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self, name: str) -> None:
+        self._open[name] = self.now()
+
+    def stop(self, name: str) -> None:
+        if name in self._open:
+            self.spans.append((name, self._open.pop(name), self.now()))
+
+    def milliseconds(self) -> Dict[str, float]:
+        """Sum per name, and start anew. Waits for the device."""
+        if self.cuda:
+            torch.cuda.synchronize()
+        found: Dict[str, float] = collections.OrderedDict()
+        for name, begin, end in self.spans:
+            spent = begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin)
+            found[name] = found.get(name, 0.0) + spent
+        self.spans, self._open = [], {}
+        return found
+
+
+def parts_of(model: nn.Module) -> Dict[str, nn.Module]:
+    """The model's parts that a table shows, by name: one level below encoders and heads, whole fuser and decoder."""
+    found: Dict[str, nn.Module] = collections.OrderedDict()
+    for sensor, encoder in getattr(model, 'encoders', {}).items():
+        for name, part in encoder.items():
+            found[f'encoders.{sensor}.{name}'] = part
+    if getattr(model, 'fuser', None) is not None:
+        found['fuser'] = model.fuser
+    for name, part in getattr(model, 'decoder', {}).items():
+        for inner, module in part.items() if isinstance(part, nn.ModuleDict) else [('', part)]:
+            found[f'decoder.{name}{"." if inner else ""}{inner}'] = module
+    for task, head in getattr(model, 'heads', {}).items():
+        found[f'heads.{task}'] = head
+    return found or collections.OrderedDict(model.named_children())
+
+
+@contextlib.contextmanager
+def timed_parts(model: nn.Module, clock: Clock) -> Iterator[None]:
+    """Within: every call of a part is a span of ``clock`` (and ``heads.<task>.loss`` of a head's ``loss``)."""
+    handles, wrapped = [], []
+    for name, part in parts_of(model).items():
+        handles.append(part.register_forward_pre_hook(lambda *_, name=name: clock.start(name)))
+        handles.append(part.register_forward_hook(lambda *_, name=name: clock.stop(name)))
+        for method in ('loss', 'get_bboxes') if name.startswith('heads.') else ():
+            if callable(getattr(part, method, None)):
+                wrapped.append((part, method))
+                setattr(part, method, _timed(getattr(part, method), f'{name}.{method}', clock))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for part, method in wrapped:
+            delattr(part, method)
+
+
+def _timed(call: Callable, name: str, clock: Clock) -> Callable:
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        clock.start(name)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            clock.stop(name)
+    return timed
+
+
+class _TimingHook(Hook):
+    """Spans ``data`` (host), ``forward``, ``backward`` (with gradient norm and clipping) and ``optimizer`` of each step."""
+
+    def __init__(self, clock: Clock, optimizer: torch.optim.Optimizer):
+        self.clock, self.waited, self.left = clock, 0.0, None
+        self.handles = [optimizer.register_step_pre_hook(lambda *_: (clock.stop('backward'), clock.start('optimizer'))[0]),
+                        optimizer.register_step_post_hook(lambda *_: clock.stop('optimizer'))]
+
+    def before_train_iter(self, runner: Any) -> None:
+        if self.left is not None:
+            self.waited += time.perf_counter() - self.left
+
+    def after_iter(self, runner: Any) -> None:
+        self.left = time.perf_counter()
+
+
+class _TimedStep:
+    """``StepModel`` with its ``train_step`` as the span ``forward``, then the start of ``backward``."""
+
+    def __init__(self, model: StepModel, clock: Clock):
+        self.model, self.clock = model, clock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.clock.start('forward')
+        outputs = self.model.train_step(*args, **kwargs)
+        self.clock.stop('forward')
+        self.clock.start('backward')
+        return outputs
+
+
+@contextlib.contextmanager
+def precision(name: str, device: torch.device) -> Iterator[Optional[torch.dtype]]:
+    """Set TF32 for ``fp32`` (off) and the others (on); gives the autocast type or None.
+
+    Raises:
+        UserError: for an unknown precision, or float16 on the CPU.
+    """
+    if name not in PRECISIONS:
+        raise UserError(f'--precision must be among {list(PRECISIONS)}, got {name!r}')
+    dtype, tf32 = PRECISIONS[name]
+    if device.type == 'cpu' and dtype == torch.float16:
+        raise UserError('--precision fp16 needs a GPU; on the CPU use fp32 or bf16')
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    try:
+        yield dtype
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+class _Repeat:
+    """The same few batches again and again, as a loader of a given length."""
+
+    def __init__(self, batches: Sequence[Any], length: int):
+        self.batches, self.length = batches, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.batches[i % len(self.batches)] for i in range(self.length))
+
+
+class _Endless:
+    """A real loader, epoch after epoch, for a given number of batches."""
+
+    def __init__(self, loader: Any, length: int):
+        self.loader, self.length = loader, length
+        self.sampler, self.dataset = loader.sampler, loader.dataset
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        given = 0
+        while given < self.length:
+            before = given
+            for batch in self.loader:
+                yield batch
+                given += 1
+                if given == self.length:
+                    return
+            if given == before:
+                raise UserError('the training data set gives no batch')
+
+
+def make_batches(cfg: Mapping[str, Any], samples: int, device: torch.device, points: int = REAL_POINTS,
+                 cloud: Optional[torch.Tensor] = None, count: int = 2) -> List[Dict[str, Any]]:
+    """``count`` different random batches on the device (boxes stay on the CPU, as the pipeline leaves them)."""
+    return [random_batch(cfg, samples, device, seed, points, cloud) for seed in range(count)]
+
+
+def read_cloud(path: str, repeat: int = 1) -> torch.Tensor:
+    """(P, 5) points of a nuScenes LiDAR file, ``repeat`` times, each copy 0.4 m further back (8 m/s at 20 sweeps a second).
+
+    Raises:
+        UserError: if the file cannot be read or does not hold rows of 5 float32 values.
+    """
+    try:
+        values = np.fromfile(path, dtype=np.float32)
+    except OSError as error:
+        raise UserError(f'--cloud {path}: {error}') from None
+    if values.size == 0 or values.size % 5:
+        raise UserError(f'--cloud {path}: {values.size} float32 values are no rows of 5')
+    cloud = torch.from_numpy(values.reshape(-1, 5))
+    return torch.cat([cloud + torch.tensor([0.003 * k, -0.4 * k, 0.001 * k, 0, 0]) for k in range(repeat)])
+
+
+def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precision_name: str, iterations: int = 20,
+             warmup: int = 5, batches: Optional[Sequence[Mapping[str, Any]]] = None, trace: Optional[str] = None,
+             model: Optional[nn.Module] = None) -> Dict[str, Any]:
+    """Time training steps; ``batches``: random ones, else the configured training data are loaded.
+
+    Returns:
+        one row: ``mode, samples, precision, iterations, step_ms, samples_per_s`` (of this rank), ``ranks``,
+        ``data_wait_ms``, ``peak_mib``, ``peak_reserved_mib``, ``host_waits`` and ``wait_sites`` of one step, and ``parts``
+        (name -> median ms).
+    """
+    with precision(precision_name, device) as dtype, tempfile.TemporaryDirectory() as folder:
+        logger = _quiet_logger()
+        cfg = _with_batch(cfg, samples)
+        step = StepModel((model or make_model(cfg)).to(device), device, dtype, bool(cfg.get('find_unused_parameters')))
+        optimizer = make_optimizer(cfg, step.module, logger, samples * current().world_size)
+        clock = Clock(device)
+        timing = _TimingHook(clock, optimizer)
+        runner = make_runner(cfg, _TimedStep(step, clock), optimizer, folder, 'benchmark', logger, {}, 10 ** 6)
+        clip = (to_plain(cfg.get('optimizer_config')) or {}).get('grad_clip')
+        amp = AmpPlan(dtype)
+        scaler = make_scaler(amp.loss_scale, device.type) if dtype == torch.float16 else None
+        runner.register_hook(timing, priority='VERY_HIGH')
+        runner.register_hook(GuardedOptimizerHook(grad_clip=clip, scaler=scaler), priority='ABOVE_NORMAL')
+        runner.call_hook('before_run')
+
+        def run(count: int) -> None:
+            runner.train(_Repeat(batches, count) if batches is not None else _Endless(loader, count))
+
+        loader = None if batches is not None else make_loader(cfg, cfg['data']['train'], 0, train=True)
+        run(warmup)
+        clock.milliseconds()
+        _reset_peak(device)
+        timing.waited, timing.left = 0.0, None
+        begin = time.perf_counter()
+        run(iterations)
+        _wait(device)
+        seconds = time.perf_counter() - begin
+        row = dict(mode='train', samples=samples, precision=precision_name, iterations=iterations, ranks=current().world_size,
+                   step_ms=1e3 * seconds / iterations, samples_per_s=samples * iterations / seconds,
+                   data_wait_ms=1e3 * timing.waited / max(iterations - 1, 1), **_peak(device))
+        clock.milliseconds()
+        row['parts'] = _medians(step.module, clock, lambda: run(1), min(iterations, 10))
+        row['host_waits'], row['wait_sites'] = _host_waits(device, lambda: run(1), trace)
+        for handle in timing.handles:
+            handle.remove()
+        return row
+
+
+@torch.no_grad()
+def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precision_name: str, iterations: int = 20,
+              warmup: int = 5, batches: Optional[Sequence[Mapping[str, Any]]] = None, trace: Optional[str] = None,
+              fold: bool = True, model: Optional[nn.Module] = None) -> Dict[str, Any]:
+    """Time predictions, decoded boxes and maps on the CPU included; ``fold``: batch norms into convolutions first.
+
+    Returns:
+        a row like :func:`training`'s; ``step_ms`` is the median latency of a batch, ``latency_ms`` its 90th percentile, too.
+    """
+    with precision(precision_name, device) as dtype:
+        model = (model or make_model(cfg)).to(device).eval()
+        if fold:
+            from mmcv.cnn import fuse_conv_bn
+            model = fuse_conv_bn(model)
+        if batches is None:
+            loader = make_loader(_with_batch(cfg, samples), cfg['data']['val'], 0, train=False)
+            batches = [unpack_batch(batch, device) for batch, _ in zip(loader, range(2))]
+        clock, count = Clock(device), 0
+
+        def run() -> None:
+            nonlocal count
+            count += 1
+            with autocast(device, dtype):
+                model(**batches[count % len(batches)])
+
+        for _ in range(warmup):
+            run()
+        _reset_peak(device)
+        latencies = []
+        for _ in range(iterations):
+            _wait(device)
+            begin = time.perf_counter()
+            run()
+            _wait(device)
+            latencies.append(1e3 * (time.perf_counter() - begin))
+        median = statistics.median(latencies)
+        row = dict(mode='infer', samples=samples, precision=precision_name, iterations=iterations, ranks=1, folded=fold,
+                   step_ms=median, latency_ms={'median': median, 'p90': sorted(latencies)[int(0.9 * (len(latencies) - 1))]},
+                   samples_per_s=1e3 * samples / median, data_wait_ms=0.0, **_peak(device))
+        row['parts'] = _medians(model, clock, run, min(iterations, 10))
+        row['host_waits'], row['wait_sites'] = _host_waits(device, run, trace)
+        return row
+
+
+def _with_batch(cfg: Mapping[str, Any], samples: int) -> Dict[str, Any]:
+    """The configuration with this batch, whose learning rate is not what is measured."""
+    plain = to_plain(cfg)
+    plain['data'] = dict(plain['data'], samples_per_gpu=samples)
+    plain['auto_scale_lr'] = None
+    return plain
+
+
+def _quiet_logger() -> logging.Logger:
+    logger = logging.getLogger('mmdet3d_ext.benchmark')
+    logger.setLevel(logging.WARNING)
+    return logger
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == 'cuda':
+        torch.cuda.synchronize(device)
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == 'cuda':
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def _peak(device: torch.device) -> Dict[str, Optional[float]]:
+    """What the caching allocator reported at most, MiB: handed out, and held (None on the CPU)."""
+    if device.type != 'cuda':
+        return {'peak_mib': None, 'peak_reserved_mib': None}
+    return {'peak_mib': torch.cuda.max_memory_allocated(device) / MIB, 'peak_reserved_mib': torch.cuda.max_memory_reserved(device) / MIB}
+
+
+def _medians(model: nn.Module, clock: Clock, run: Callable[[], None], iterations: int) -> Dict[str, float]:
+    rows: Dict[str, List[float]] = collections.OrderedDict()
+    with timed_parts(model, clock):
+        for _ in range(iterations):
+            run()
+            for name, spent in clock.milliseconds().items():
+                rows.setdefault(name, []).append(spent)
+    return {name: statistics.median(values) for name, values in rows.items()}
+
+
+def _host_waits(device: torch.device, run: Callable[[], None], trace: Optional[str]) -> Tuple[Optional[int], Dict[str, int]]:
+    """In how many calls of one step the host waited for the device, and the Python lines of those that torch knows of."""
+    from torch.profiler import ProfilerActivity, profile
+    cuda = device.type == 'cuda'
+    _wait(device)
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as recorded:
+        run()
+    waits = sum(event.count for event in recorded.key_averages() if event.key in WAITS) if cuda else None
+    if trace:
+        recorded.export_chrome_trace(trace)
+    sites: Dict[str, int] = collections.Counter()
+    if cuda:
+        torch.cuda.set_sync_debug_mode('warn')
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter('always')
+                run()
+        finally:
+            torch.cuda.set_sync_debug_mode('default')
+        for item in caught:
+            if 'synchroniz' in str(item.message):
+                sites[f'{_short(item.filename)}:{item.lineno}'] += 1
+    return waits, dict(sites)
+
+
+def _short(path: str) -> str:
+    for root in ('mmdet3d_ext/', 'site-packages/', 'dist-packages/'):
+        if root in path:
+            return (root if root == 'mmdet3d_ext/' else '') + path.rsplit(root, 1)[1]
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# tables
+
+def find_baseline(baseline: Optional[Mapping[str, Any]], row: Mapping[str, Any]) -> Optional[Mapping[str, Any]]:
+    """The baseline's row of the same mode and batch: of the same precision, else of fp32."""
+    rows = [r for r in (baseline or {}).get('runs', []) if r['mode'] == row['mode'] and r['samples'] == row['samples']]
+    for wanted in (row['precision'], 'fp32'):
+        for candidate in rows:
+            if candidate['precision'] == wanted:
+                return candidate
+    return None
+
+
+def read_baseline(path: str) -> Mapping[str, Any]:
+    """A file that ``--out`` wrote before.
+
+    Raises:
+        UserError: if it is not one.
+    """
+    try:
+        with open(path) as file:
+            content = json.load(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f'--baseline {path}: {error}') from None
+    if not isinstance(content, dict) or not isinstance(content.get('runs'), list):
+        raise UserError(f'--baseline {path} is not a file of this tool: it has no list "runs"')
+    return content
+
+
+def table(rows: Sequence[Mapping[str, Any]], baseline: Optional[Mapping[str, Any]] = None) -> str:
+    """Markdown: one line per run, then one table of parts with a column per run. Ratios: baseline over this (times faster)."""
+    lines = ['| mode | batch | precision | step ms | samples/s | data wait ms | peak MiB | host waits | baseline | faster | less memory |',
+             '|---|---|---|---|---|---|---|---|---|---|---|']
+    for row in rows:
+        other = find_baseline(baseline, row)
+        faster = f'{row["samples_per_s"] / other["samples_per_s"]:.2f}x' if other else '-'
+        memory = f'{other["peak_mib"] / row["peak_mib"]:.2f}x' if other and other.get('peak_mib') and row['peak_mib'] else '-'
+        peak = '-' if row['peak_mib'] is None else f'{row["peak_mib"]:,.0f}'
+        waits = '-' if row['host_waits'] is None else row['host_waits']
+        against = f'{other["samples_per_s"]:.2f}/s ({other["precision"]})' if other else '-'
+        lines.append(f'| {row["mode"]} | {row["samples"]} | {row["precision"]} | {row["step_ms"]:.1f} | {row["samples_per_s"]:.2f} | '
+                     f'{row["data_wait_ms"]:.1f} | {peak} | {waits} | {against} | {faster} | {memory} |')
+    names: List[str] = []
+    for row in rows:
+        names += [name for name in row['parts'] if name not in names]
+    lines += ['', '| part, ms | ' + ' | '.join(f'{r["mode"]} {r["samples"]} {r["precision"]}' for r in rows) + ' |',
+              '|---' * (len(rows) + 1) + '|']
+    for name in names:
+        cells = [f'{row["parts"][name]:.2f}' if name in row['parts'] else '-' for row in rows]
+        lines.append(f'| {name} | ' + ' | '.join(cells) + ' |')
+    sites = collections.Counter()
+    for row in rows:
+        for site, count in row['wait_sites'].items():
+            sites[site] = max(sites[site], count)
+    if sites:
+        lines += ['', 'The host waits at (calls a step, at most): ' + ', '.join(f'{s} ({n})' for s, n in sites.most_common()) + '.']
+    return '\n'.join(lines)

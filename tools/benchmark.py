@@ -1,0 +1,105 @@
+#!/usr/bin/env python3
+"""Time a configuration's training step or inference part by part, on a GPU or the CPU.
+
+    python tools/benchmark.py configs/nuscenes/multitask/phase3_400.yaml --batch 2 4 --precision fp32 fp16
+    python tools/benchmark.py CONFIG --mode infer --batch 1 --precision fp16 fp32
+    python tools/benchmark.py CONFIG --inputs data                 # with the configured data set and its loader
+    python tools/benchmark.py CONFIG --out out/before              # writes benchmark.json, benchmark.md and a trace per run
+    python tools/benchmark.py CONFIG --baseline out/before/benchmark.json
+    torchrun --nproc_per_node 2 tools/benchmark.py CONFIG          # each rank's samples/s; gradients are exchanged
+    python tools/benchmark.py configs/synthetic/multitask_tiny.yaml --batch 1 --iterations 2 --warmup 1 --points 5000
+
+Random inputs have the shapes and the calibration of the configuration's data; --cloud takes a real LiDAR file's points instead of
+drawn ones. Every other --key value goes to the configuration. Traces open in chrome://tracing or Perfetto.
+"""
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import List, Optional
+
+REPO = Path(__file__).resolve().parents[1]
+if str(REPO) not in sys.path:
+    sys.path.insert(0, str(REPO))
+
+
+def parser() -> argparse.ArgumentParser:
+    from mmdet3d_ext.engine import cli
+    result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False, usage='benchmark.py CONFIG [options] [--any.key value ...]')
+    result.add_argument('config', help='YAML configuration')
+    result.add_argument('--mode', choices=('train', 'infer'), default='train')
+    result.add_argument('--batch', type=int, nargs='+', metavar='B', help='samples per process (default: the configuration\'s; infer: 1)')
+    result.add_argument('--precision', nargs='+', default=['fp32'], metavar='P', help='fp32 (no TF32), tf32, fp16, bf16 (default fp32)')
+    result.add_argument('--inputs', choices=('random', 'data'), default='random', help='random batches on the device, or the data set')
+    result.add_argument('--points', type=int, metavar='P', help='points per drawn cloud (default: of ten real sweeps)')
+    result.add_argument('--cloud', metavar='F', help='a .bin of float32 rows (5 columns) to use as every sample\'s cloud')
+    result.add_argument('--repeat-cloud', type=int, default=1, metavar='K', help='that file K times along a drive (default 1)')
+    result.add_argument('--iterations', type=int, default=20, help='timed steps (default 20)')
+    result.add_argument('--warmup', type=int, default=8, help='steps before (default 8)')
+    result.add_argument('--no-fold', action='store_true', help='infer: keep the batch norms')
+    result.add_argument('--out', metavar='D', help='folder for benchmark.json, benchmark.md and the traces')
+    result.add_argument('--baseline', metavar='F', help='benchmark.json of an earlier run: print ratios')
+    cli.add_common(result)
+    return result
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    from mmdet3d_ext.engine import cli, launch
+
+    words = sys.argv[1:] if argv is None else argv
+    arguments, overrides = cli.split(parser(), words)
+
+    def program() -> int:
+        import torch
+
+        from mmdet3d_ext.engine import benchmark
+        from mmdet3d_ext.engine.startup import load_settings, start
+        cfg = load_settings(arguments.config, overrides)
+        device = start(cfg, arguments)
+        baseline = benchmark.read_baseline(arguments.baseline) if arguments.baseline else None
+        cloud = benchmark.read_cloud(arguments.cloud, arguments.repeat_cloud) if arguments.cloud else None
+        batches = arguments.batch or [1 if arguments.mode == 'infer' else cfg['data']['samples_per_gpu']]
+        if min(batches) < 1 or arguments.iterations < 1:
+            raise launch.UserError('--batch and --iterations must be at least 1')
+        out = Path(arguments.out) if arguments.out and launch.current().is_master else None
+        if out:
+            out.mkdir(parents=True, exist_ok=True)
+        rows = []
+        for samples in batches:
+            for name in arguments.precision:
+                if launch.current().is_master:
+                    print(f'{arguments.mode}, batch {samples}, {name}: {arguments.warmup} + {arguments.iterations} steps ...',
+                          file=sys.stderr, flush=True)
+                inputs = None
+                if arguments.inputs == 'random':
+                    inputs = benchmark.make_batches(cfg, samples, device, arguments.points or benchmark.REAL_POINTS, cloud)
+                settings = dict(iterations=arguments.iterations, warmup=arguments.warmup, batches=inputs,
+                                trace=str(out / f'trace_{arguments.mode}_{samples}_{name}.json.gz') if out else None)
+                if arguments.mode == 'infer':
+                    rows.append(benchmark.inference(cfg, device, samples, name, fold=not arguments.no_fold, **settings))
+                else:
+                    rows.append(benchmark.training(cfg, device, samples, name, **settings))
+                if device.type == 'cuda':
+                    torch.cuda.empty_cache()
+        if launch.current().is_master:
+            text = benchmark.table(rows, baseline)
+            print(text)
+            if out:
+                about = dict(command=shlex.join(['python', 'tools/benchmark.py', *words]), date=str(datetime.date.today()),
+                             device=torch.cuda.get_device_name(device) if device.type == 'cuda' else f'CPU, {torch.get_num_threads()} threads',
+                             torch=torch.__version__, config=arguments.config, inputs=arguments.inputs)
+                (out / 'benchmark.json').write_text(json.dumps(dict(about, runs=rows), indent=1) + '\n')
+                head = '\n'.join(f'- {key}: {value}' for key, value in about.items())
+                (out / 'benchmark.md').write_text(f'# Step times\n\nWritten by `tools/benchmark.py`.\n\n{head}\n\n{text}\n')
+        return 0
+
+    return launch.run(program)
+
+
+if __name__ == '__main__':
+    sys.exit(main())

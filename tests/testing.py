@@ -62,6 +62,16 @@ def weights_rule():
     return module
 
 
+def load_as_reference(head, state) -> None:
+    """Give a detection head the reference's weights by the way that a user's file takes (:func:`load_weights`)."""
+    from mmdet3d_ext.engine.checkpoint import load_weights
+    model = torch.nn.Module()
+    model.heads = torch.nn.ModuleDict({'object': head})
+    content = {'state_dict': {f'heads.object.{key}': value for key, value in state.items()}, 'meta': {'mmcv_version': '1.4.0'}}
+    report = load_weights(model, 'reference.pth', content=content, complete=True)
+    assert report.swapped and not report.unexpected
+
+
 def randn(seed: int, shape) -> torch.Tensor:
     """``torch.randn`` from a CPU generator with this seed (the fixtures' input rule)."""
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))

@@ -32,7 +32,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument('config', help='YAML configuration')
     result.add_argument('--run-dir', '--work-dir', '--run_dir', '--work_dir', metavar='D',
                         help='folder of this run (default runs/run-<code>-<configuration>)')
-    result.add_argument('--load_from', '--load-from', metavar='C', help='start from the weights of this checkpoint')
+    result.add_argument('--load_from', '--load-from', metavar='C[,C2]',
+                        help='start from the weights of this checkpoint; of several, the first that has a tensor gives it')
     result.add_argument('--resume_from', '--resume-from', metavar='C|auto',
                         help='continue a run: weights, optimizer, epoch; auto: the newest whole checkpoint in the run folder')
     result.add_argument('--auto-resume', action='store_true', help='the same as --resume_from auto')

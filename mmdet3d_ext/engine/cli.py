@@ -48,6 +48,9 @@ def add_common(parser: argparse.ArgumentParser) -> None:
                         help='also read checkpoint files that can run code (only if you trust their source)')
     parser.add_argument('--allow-partial-checkpoint', action='store_true',
                         help='go on although much of a checkpoint does not match')
+    parser.add_argument('--checkpoint-origin', choices=('auto', 'ours', 'reference'), default='auto',
+                        help='whose box convention a checkpoint has that does not say it: this project\'s or the BEVFusion '
+                             'reference\'s (default: found out)')
     parser.add_argument('--launcher', help='accepted and ignored: the launcher is found out from the environment')
     parser.add_argument('--local_rank', '--local-rank', type=int, help=argparse.SUPPRESS)
     parser.add_argument('--start-timeout', type=float, default=300.0, metavar='S',

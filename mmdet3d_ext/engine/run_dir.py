@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
@@ -152,12 +152,11 @@ def build_meta(cfg: Mapping[str, Any], seed: int, world_size: int) -> Dict[str, 
     }
 
 
-def warn_about_origin(meta: Mapping[str, Any], mine: Mapping[str, Any], path: str, logger: logging.Logger,
-                      only: Sequence[str] = ()) -> None:
-    """Say where a checkpoint's code, configuration, classes or box convention differ from this run's."""
-    for key, what in (('box_convention', 'box convention'), ('CLASSES', 'object classes'), ('map_classes', 'map classes'),
-                      ('compat', 'compatibility profile'), ('code_version', 'code version'), ('config_hash', 'configuration')):
+def warn_about_origin(meta: Mapping[str, Any], mine: Mapping[str, Any], path: str, logger: logging.Logger) -> None:
+    """Say where a checkpoint's code, configuration or classes differ from this run's (boxes are converted on loading)."""
+    for key, what in (('CLASSES', 'object classes'), ('map_classes', 'map classes'), ('compat', 'compatibility profile'),
+                      ('code_version', 'code version'), ('config_hash', 'configuration')):
         theirs, ours = meta.get(key), mine.get(key)
-        if key in meta and (not only or key in only) and theirs != ours and (theirs or ours):
+        if key in meta and theirs != ours and (theirs or ours):
             short = (lambda v: str(v)[:8]) if key == 'code_version' else str
             logger.warning('%s: its %s is %s, here it is %s', path, what, short(theirs), short(ours))

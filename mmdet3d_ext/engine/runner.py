@@ -104,7 +104,7 @@ class CustomEpochBasedRunner(EpochBasedRunner):
     def checkpoint_content(self, save_optimizer: bool = True) -> Dict[str, Any]:
         """All that a resumed run needs, as plain types and CPU tensors."""
         model = getattr(self.model, 'module', self.model)
-        meta = dict(self.meta or {})
+        meta = dict(self.meta or {}, **files.model_meta(model))
         meta.update(epoch=self.epoch + 1, iter=self.iter, time=time.asctime(), evaluated_weights=self.evaluated_weights,
                     iters_per_epoch=len(self.data_loader), world_size=self.world_size)
         content = {'meta': meta, 'state_dict': model.state_dict()}
@@ -152,7 +152,7 @@ class CustomEpochBasedRunner(EpochBasedRunner):
                                         '--load_from')
         model = getattr(self.model, 'module', self.model)
         state, _ = files.pick_weights(content, checkpoint, prefer='raw')
-        files.check_same_grid(model, state, checkpoint)
+        files.check_same_run(model, content, state, checkpoint)
         files.load_weights(model, checkpoint, prefer='raw', complete=True, logger=self.logger, content=content)
         self._epoch, self._iter = int(meta['epoch']), int(meta['iter'])
         self._adapt_progress(meta, iters_per_epoch)

@@ -41,6 +41,7 @@ class Options:
     amp: bool = False
     allow_unsafe_checkpoint: bool = False
     allow_partial_checkpoint: bool = False
+    checkpoint_origin: str = 'auto'
 
 
 def test(cfg: Mapping[str, Any], options: Options, device: torch.device) -> Dict[str, float]:
@@ -72,7 +73,7 @@ def test(cfg: Mapping[str, Any], options: Options, device: torch.device) -> Dict
     else:
         content = read_checkpoint(options.checkpoint, options.allow_unsafe_checkpoint)
         load_weights(model, options.checkpoint, options.weights, complete=True, allow_partial=options.allow_partial_checkpoint,
-                     logger=logger, content=content)
+                     logger=logger, content=content, origin=options.checkpoint_origin)
         mine = run_dirs.build_meta(cfg, 0, launch.world_size)
         run_dirs.warn_about_origin(content.get('meta') or {}, mine, options.checkpoint, logger)
         del content

@@ -17,7 +17,7 @@ from ..metrics import on_rank_zero
 from . import run_dir as run_dirs
 from .amp import AmpPlan, plan_amp
 from .building import building, check_number, check_type, check_whole, running, where
-from .checkpoint import clean_leftovers, load_weights, newest_checkpoint, read_checkpoint
+from .checkpoint import clean_leftovers, load_files, newest_checkpoint, path_list, read_checkpoint
 from .evaluate import build_evaluators, evaluate, table
 from .hooks import (
     BatchNormSyncHook,
@@ -53,6 +53,7 @@ class Options:
     deterministic: bool = False
     allow_unsafe_checkpoint: bool = False
     allow_partial_checkpoint: bool = False
+    checkpoint_origin: str = 'auto'
 
 
 @dataclass
@@ -117,12 +118,10 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     if launch.world_size > 1 and cfg.get('sync_bn') and device.type == 'cuda':
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     logger.info('Model:\n%s\n%s', model, count_parameters(model))
-    load_from = options.load_from or cfg.get('load_from')
+    load_from = path_list(options.load_from or cfg.get('load_from'))
     if load_from and not resume:
-        content = read_checkpoint(load_from, options.allow_unsafe_checkpoint)
-        load_weights(model, load_from, allow_partial=options.allow_partial_checkpoint, logger=logger, content=content)
-        run_dirs.warn_about_origin(content.get('meta') or {}, meta, load_from, logger, only=('box_convention',))
-        del content
+        load_files(model, load_from, logger, options.allow_unsafe_checkpoint, allow_partial=options.allow_partial_checkpoint,
+                   origin=options.checkpoint_origin)
     model.to(device)
 
     amp = plan_amp(cfg, device, logger)

@@ -43,6 +43,7 @@ class Options:
     weights: str = 'auto'
     allow_unsafe_checkpoint: bool = False
     allow_partial_checkpoint: bool = False
+    checkpoint_origin: str = 'auto'
 
 
 def visualize(cfg: Mapping[str, Any], options: Options, device: torch.device) -> List[str]:
@@ -70,7 +71,8 @@ def visualize(cfg: Mapping[str, Any], options: Options, device: torch.device) ->
         if options.checkpoint != UNTRAINED:
             content = read_checkpoint(options.checkpoint, options.allow_unsafe_checkpoint)
             load_weights(model, options.checkpoint, options.weights, complete=True,
-                         allow_partial=options.allow_partial_checkpoint, logger=logger, content=content)
+                         allow_partial=options.allow_partial_checkpoint, logger=logger, content=content,
+                         origin=options.checkpoint_origin)
         model.to(device).eval()
     try:
         os.makedirs(options.out_dir, exist_ok=True)

@@ -2,15 +2,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Any, Dict, List, Mapping, Optional, Tuple
+from typing import Any, Collection, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
 
+from . import reference
 from .reading import CheckpointError, read_checkpoint
+from .report import LoadReport, grid_text
 
 # Camera grids are stored as weights (published checkpoints have them), but they belong to the configuration: loading them would
 # silently undo a change of resolution.
@@ -18,6 +20,7 @@ GRID_PATTERN = re.compile(r'(^|\.)vtransform\.(dx|bx|nx|frustum)$')
 PREFIXES = ('module.', '_orig_mod.', 'model.', 'net.')
 RAW_KEYS = ('state_dict', 'model_state', 'model_state_dict', 'model')
 EMA_KEYS = ('ema_state_dict', 'state_dict_ema', 'model_ema', 'ema')
+EMA_PREFIXES = ('model_ema.', 'ema_model.', 'ema.')  # averages beside the weights in one state dict (Lightning, timm)
 MIN_MATCHED = 0.5  # share of the checkpoint's tensors that must find a place; below it is another model's file
 
 
@@ -35,17 +38,31 @@ def pick_weights(content: Mapping[str, Any], path: str, prefer: str = 'auto') ->
     ema = next((content[k] for k in EMA_KEYS if _is_state(content.get(k))), None)
     if raw is None and ema is None and _is_state(content):
         raw = content
+    raw, inner = _split_averages(raw)
+    ema = inner if ema is None else ema
     if raw is None and ema is None:
         kind = ' (a Lightning file without weights)' if 'pytorch-lightning_version' in content else ''
         raise CheckpointError(f'{path} holds no weights{kind}; its keys are {sorted(map(str, content))[:12]}')
     if prefer == 'auto':
-        prefer = 'ema' if (content.get('meta') or {}).get('evaluated_weights') == 'ema' else 'raw'
+        prefer = 'ema' if reference.meta_of(content).get('evaluated_weights') == 'ema' else 'raw'
     use_ema = raw is None or (prefer == 'ema' and ema is not None)
     chosen = ema if use_ema else raw
     state = OrderedDict((k, v) for k, v in chosen.items() if isinstance(v, torch.Tensor))
     if getattr(chosen, '_metadata', None) is not None:
         state._metadata = chosen._metadata
     return state, 'EMA weights' if use_ema else 'weights'
+
+
+def _split_averages(state: Optional[Mapping[str, Any]]) -> Tuple[Optional[Mapping[str, Any]], Optional[Mapping[str, Any]]]:
+    """Weights and averages of a state dict that may hold both; None for what it does not hold."""
+    averages = [name for name in state or () if name.startswith(EMA_PREFIXES)]
+    if not averages:
+        return state, None
+    if len(averages) < len(state) // 3:  # a module of the model that happens to have such a name
+        return state, None
+    rest = OrderedDict((k, v) for k, v in state.items() if not k.startswith(EMA_PREFIXES))
+    ema = OrderedDict((k.partition('.')[2], state[k]) for k in averages)
+    return (rest if _is_state(rest) else None), ema
 
 
 def _is_state(value: Any) -> bool:
@@ -55,79 +72,16 @@ def _is_state(value: Any) -> bool:
     return tensors > 0 and tensors >= len(value) // 2
 
 
-@dataclass
-class LoadReport:
-    """What happened to every tensor. ``mismatched``: (name, shape in the file, shape in the model)."""
-
-    path: str
-    kind: str
-    matched: List[str] = field(default_factory=list)
-    missing: List[str] = field(default_factory=list)
-    unexpected: List[str] = field(default_factory=list)
-    mismatched: List[Tuple[str, tuple, tuple]] = field(default_factory=list)
-    grid: List[str] = field(default_factory=list)
-    grid_differs: List[str] = field(default_factory=list)
-    converted: List[str] = field(default_factory=list)
-
-    @property
-    def total(self) -> int:
-        """Number of the file's tensors, camera grids aside."""
-        return len(self.matched) + len(self.unexpected) + len(self.mismatched)
-
-    @property
-    def share(self) -> float:
-        """Share of the file's tensors that found their place."""
-        return len(self.matched) / self.total if self.total else 0.0
-
-    @property
-    def complete(self) -> bool:
-        """Whether every tensor of the model came from the file."""
-        return not self.missing and not self.mismatched
-
-    def by_module(self) -> Dict[str, Dict[str, int]]:
-        """Counts per top module (``encoders.camera``, ``decoder``, ``heads.map``), in the model's order."""
-        table: Dict[str, Dict[str, int]] = {}
-        for column, names in (('matched', self.matched), ('missing', self.missing),
-                              ('mismatched', [m[0] for m in self.mismatched]), ('unexpected', self.unexpected)):
-            for name in names:
-                row = table.setdefault(_top(name), dict(matched=0, missing=0, mismatched=0, unexpected=0))
-                row[column] += 1
-        return table
-
-    def text(self) -> str:
-        """The report as log lines."""
-        lines = [f'{self.kind} of {self.path}: {len(self.matched)} tensors matched, {len(self.missing)} missing, '
-                 f'{len(self.mismatched)} of another shape, {len(self.unexpected)} unexpected']
-        width = max([len(name) for name in self.by_module()] + [6])
-        lines.append(f'  {"module":<{width}} {"matched":>8} {"missing":>8} {"shape":>8} {"unexpected":>11}')
-        for name, row in self.by_module().items():
-            note = '  <- nothing loaded' if not row['matched'] and (row['missing'] or row['mismatched']) else ''
-            lines.append(f'  {name:<{width}} {row["matched"]:>8} {row["missing"]:>8} {row["mismatched"]:>8} '
-                         f'{row["unexpected"]:>11}{note}')
-        for name, theirs, ours in self.mismatched[:10]:
-            lines.append(f'  {name}: shape {list(theirs)} in the file, {list(ours)} in the model')
-        if len(self.mismatched) > 10:
-            lines.append(f'  ... and {len(self.mismatched) - 10} more of another shape')
-        if self.grid:
-            state = 'differs from' if self.grid_differs else 'equals'
-            lines.append(f'  grid, not loaded: {", ".join(self.grid)} (the file\'s camera grid {state} the configuration\'s)')
-        if self.converted:
-            lines.append(f'  {len(self.converted)} sparse convolution weights converted from the spconv 1 layout')
-        return '\n'.join(lines)
-
-
-def _top(name: str) -> str:
-    parts = name.split('.')
-    return '.'.join(parts[:2]) if parts[0] in ('encoders', 'heads', 'decoder') and len(parts) > 2 else parts[0]
-
-
 def load_weights(model: nn.Module, path: str, prefer: str = 'auto', min_matched: float = MIN_MATCHED, complete: bool = False,
                  allow_partial: bool = False, allow_unsafe: bool = False, logger: Optional[logging.Logger] = None,
-                 content: Optional[Mapping[str, Any]] = None) -> LoadReport:
+                 content: Optional[Mapping[str, Any]] = None, origin: str = reference.AUTO,
+                 given: Collection[str] = ()) -> LoadReport:
     """Load a checkpoint's weights into ``model`` and report what matched.
 
-    Prefixes of wrappers (``module.``, ``model.``, ``_orig_mod.``) are removed where that makes names match. Sparse convolution
-    weights in the spconv 1 layout are turned into spconv 2's. The camera grid stays the configuration's.
+    Prefixes of wrappers (``module.``, ``model.``, ``_orig_mod.``) are removed where that makes names match. Weights of the
+    BEVFusion reference are converted: box rows to our convention (:mod:`.reference`), sparse kernels to this model's layout. The
+    box coder decodes the height that the file's heads predict, unless the configuration decides. The camera grid stays the
+    configuration's.
 
     Args:
         model: the model itself, not a wrapper.
@@ -136,14 +90,24 @@ def load_weights(model: nn.Module, path: str, prefer: str = 'auto', min_matched:
         complete: also require that every tensor of the model comes from the file (evaluation).
         allow_partial: report instead of raising for both rules.
         content: what :func:`read_checkpoint` gave, to read the file only once.
+        origin: ``'ours'`` or ``'reference'``, whose box convention the file has; ``'auto'`` finds out
+            (:func:`.reference.find_origin`).
+        given: names of the model's tensors that stay as they are, because an earlier file gave them (:func:`load_files`).
 
     Raises:
         CheckpointError: with the table of modules, if too little matched; and as :func:`read_checkpoint`.
     """
     content = read_checkpoint(path, allow_unsafe) if content is None else content
     state, kind = pick_weights(content, path, prefer)
-    report = load_state(model, state, path, kind)
-    if not report.matched or (report.share < min_matched and not allow_partial):
+    own = model.state_dict()
+    state = strip_prefixes(state, own)
+    rows = [name for name in reference.box_rows(state) if name in own and name not in given]
+    found = reference.find_origin(content, state, path, origin) if rows else None
+    if found is not None and found.name == reference.REFERENCE:
+        state = reference.to_ours(state)
+    report = load_state(model, state, path, kind, given)
+    warnings = _settle_boxes(model, content, found, rows, report)
+    if not report.share or (report.share < min_matched and not allow_partial):
         raise CheckpointError(
             f'{path} is of another model: {len(report.matched)} of its {report.total} tensors ({100 * report.share:.0f}%) '
             f'match, {100 * min_matched:.0f}% are needed (--allow-partial-checkpoint loads what matches)\n{report.text()}')
@@ -158,17 +122,73 @@ def load_weights(model: nn.Module, path: str, prefer: str = 'auto', min_matched:
                          'diverged', path, len(broken), ', '.join(broken[:3]))
         logger.info('load checkpoint from local path: %s', path)
         logger.log(logging.INFO if report.complete else logging.WARNING, report.text())
+        for text in warnings:
+            logger.warning('%s: %s', path, text)
     return report
 
 
-def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], path: str, kind: str = 'weights') -> LoadReport:
-    """Put ``state`` into ``model`` as far as names and shapes agree; see :func:`load_weights`."""
+def _settle_boxes(model: nn.Module, content: Mapping[str, Any], found: Optional[reference.Origin], rows: Sequence[str],
+                  report: LoadReport) -> List[str]:
+    """Note in the report what was done about the box convention and the height; returns what deserves a warning."""
+    if found is None:
+        return []
+    warnings: List[str] = []
+    if found.name == reference.REFERENCE:
+        report.swapped = list(rows)
+        report.notes.append(f'{len(rows)} tensors of box rows converted from the reference\'s convention to ours ({found.why})')
+    if not found.certain:
+        warnings.append(f'it does not say whose box convention it follows (this project\'s files do) and was taken for a file of the '
+                        f'BEVFusion reference; {reference.OPTION} ours takes its boxes as they are, {reference.OPTION} reference '
+                        'confirms')
+    text, is_warning = reference.follow_height(model, reference.height_of(content, found))
+    if text:
+        (warnings if is_warning else report.notes).append(text)
+    return warnings
+
+
+def load_files(model: nn.Module, paths: Sequence[str], logger: Optional[logging.Logger] = None, allow_unsafe: bool = False,
+               **options: Any) -> List[LoadReport]:
+    """Load the weights of several files, for example a detector's and a map model's into a multitask model.
+
+    The first file that has a tensor gives it; later ones fill what is still missing. ``options`` are :func:`load_weights`'s.
+
+    Returns:
+        one report per file.
+    """
+    reports: List[LoadReport] = []
+    given: List[str] = []
+    for path in paths:
+        reports.append(load_weights(model, path, logger=logger, allow_unsafe=allow_unsafe, given=frozenset(given), **options))
+        given += reports[-1].matched
+        if not reports[-1].matched and logger is not None:
+            logger.warning('%s gave nothing: earlier files have all of its tensors that this model knows', path)
+    if len(reports) > 1 and logger is not None:
+        last = reports[-1]
+        logger.log(logging.INFO if last.complete else logging.WARNING, '%d files gave %d tensors, %d keep their initial values',
+                   len(reports), len(given), len(last.missing) + len(last.mismatched))
+    return reports
+
+
+def path_list(value: Union[None, str, Sequence[str]]) -> List[str]:
+    """The files that ``load_from`` names: a path, several with commas between them, or a list."""
+    if not value:
+        return []
+    if isinstance(value, (str, os.PathLike)):
+        value = os.fspath(value)
+        return [value] if os.path.exists(value) else [part.strip() for part in value.split(',') if part.strip()]
+    return [os.fspath(part) for part in value]
+
+
+def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], path: str, kind: str = 'weights',
+               given: Collection[str] = ()) -> LoadReport:
+    """Put ``state`` into ``model`` as far as names and shapes agree, without a look at conventions; see :func:`load_weights`."""
     report = LoadReport(path, kind)
     own = model.state_dict()
-    named = _strip_prefixes(state, own)
+    named = strip_prefixes(state, own)
     for shadow in {f'ema_{name.replace(".", "_")}' for name in own} & set(named):
         del named[shadow]  # mmcv's EMA hook keeps its averages as buffers of the model
     sparse = _sparse_weights(model)
+    relaid = reference.fit_kernels(named, {name: own[name].shape for name in own if name in sparse})
     chosen: 'OrderedDict[str, torch.Tensor]' = OrderedDict()
     for name, tensor in named.items():
         if GRID_PATTERN.search(name):
@@ -176,16 +196,20 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], path: str, k
             if name not in own or not _same(own[name], tensor):
                 report.grid_differs.append(name)
             continue
+        if name in given and name in own:
+            report.kept.append(name)
+            continue
+        if name in relaid:
+            report.relaid.append(name)
+            tensor = relaid[name]
         if name in own and own[name].shape != tensor.shape:
-            if name in sparse and tensor.dim() == own[name].dim() and tensor.movedim(-1, 0).shape == own[name].shape:
-                report.converted.append(name)
-                tensor = tensor.movedim(-1, 0).contiguous()
-            elif own[name].numel() == 1 == tensor.numel():
+            if own[name].numel() == 1 == tensor.numel():
                 tensor = tensor.reshape(own[name].shape)
             else:
                 report.mismatched.append((name, tuple(tensor.shape), tuple(own[name].shape)))
                 continue
         chosen[name] = tensor
+    report.grid_texts = (grid_text(named), grid_text(own))
     # Sparse modules decide by version whether to permute; ours are in their final layout here. Other modules keep the file's.
     metadata = OrderedDict(getattr(own, '_metadata', {}))
     owners = {name.rpartition('.')[0] for name in sparse}
@@ -197,8 +221,8 @@ def load_state(model: nn.Module, state: Mapping[str, torch.Tensor], path: str, k
         result = model.load_state_dict(chosen, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f'{path}: {error}') from None
-    shape_misses = {m[0] for m in report.mismatched}
-    report.missing = [k for k in result.missing_keys if not GRID_PATTERN.search(k) and k not in shape_misses
+    settled = {m[0] for m in report.mismatched} | set(given)
+    report.missing = [k for k in result.missing_keys if not GRID_PATTERN.search(k) and k not in settled
                       and not k.endswith('num_batches_tracked')]
     report.unexpected = list(result.unexpected_keys)
     missing = set(result.missing_keys)
@@ -210,7 +234,8 @@ def _same(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     return mine.shape == theirs.shape and torch.allclose(mine.cpu().double(), theirs.cpu().double(), rtol=1e-5)
 
 
-def _strip_prefixes(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> 'OrderedDict[str, torch.Tensor]':
+def strip_prefixes(state: Mapping[str, torch.Tensor], own: Collection[str]) -> 'OrderedDict[str, torch.Tensor]':
+    """``state`` without the prefixes of wrappers, as far as that makes more of its names those in ``own``; ``_metadata`` too."""
     best, hits = OrderedDict(state), sum(k in own for k in state)
     metadata = dict(getattr(state, '_metadata', None) or {})
     current = best
@@ -229,6 +254,15 @@ def _strip_prefixes(state: Mapping[str, torch.Tensor], own: Mapping[str, torch.T
     return best
 
 
+def strip_wrappers(state: Mapping[str, torch.Tensor]) -> 'OrderedDict[str, torch.Tensor]':
+    """:func:`strip_prefixes` without a model: for the names of BEVFusion's parts. mmcv's averages are left out."""
+    inner = (re.search(r'(?:^|\.)((?:encoders|decoder|fuser|heads)\..*)', name) for name in state)
+    named = strip_prefixes(state, {match.group(1) for match in inner if match})
+    for shadow in {f'ema_{name.replace(".", "_")}' for name in named} & set(named):
+        del named[shadow]
+    return named
+
+
 def _sparse_weights(model: nn.Module) -> set:
     """Names of the weights of spconv 2 convolutions."""
     try:
@@ -239,15 +273,24 @@ def _sparse_weights(model: nn.Module) -> set:
             if isinstance(module, SparseModule) and isinstance(getattr(module, 'weight', None), torch.Tensor)}
 
 
-def check_same_grid(model: nn.Module, state: Mapping[str, torch.Tensor], path: str) -> None:
-    """Refuse to go on with a run at another camera grid than it was started with.
+def check_same_run(model: nn.Module, content: Mapping[str, Any], state: Mapping[str, torch.Tensor], path: str) -> None:
+    """Refuse to go on with a run at another camera grid than it was started with, or with the reference's box convention (the
+    optimizer's state could not be converted with the weights).
 
     Raises:
-        CheckpointError: naming the tensors that differ.
+        CheckpointError: naming both grids and the tensors that differ, or what tells that it is the reference's.
     """
     own = model.state_dict()
-    differs = [k for k, v in _strip_prefixes(state, own).items() if GRID_PATTERN.search(k) and k in own
-               and not _same(own[k], v)]
+    named = strip_prefixes(state, own)
+    if reference.box_rows(named):
+        found = reference.find_origin(content, named, path)
+        if found.name == reference.REFERENCE and found.certain:
+            raise CheckpointError(f'{path} is a checkpoint of the BEVFusion reference ({found.why}): a run of that code cannot be '
+                                  'resumed here, its optimizer knows boxes in another convention; start from its weights with '
+                                  '--load_from')
+    differs = [k for k, v in named.items() if GRID_PATTERN.search(k) and k in own and not _same(own[k], v)]
     if differs:
-        raise CheckpointError(f'{path} was trained on another camera grid ({", ".join(differs)} differ), so the run cannot be '
-                              'resumed at this resolution; start a new stage from its weights with --load_from')
+        theirs, ours = grid_text(named), grid_text(own)
+        both = f'the file has {theirs}, the configuration {ours}; ' if theirs and ours and theirs != ours else ''
+        raise CheckpointError(f'{path} was trained on another camera grid: {both}{", ".join(differs)} differ. A run cannot be resumed '
+                              'on another grid; start a new stage from its weights with --load_from')

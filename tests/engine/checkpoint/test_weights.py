@@ -1,4 +1,5 @@
 """Picking weights, matching them with a model, and the report."""
+import logging
 from collections import OrderedDict
 
 import pytest
@@ -15,6 +16,7 @@ class Camera(nn.Module):
         self.conv = nn.Conv2d(3, 4, 1)
         self.vtransform = nn.Module()
         self.vtransform.dx = nn.Parameter(torch.tensor([step, step, 20.0]), requires_grad=False)
+        self.vtransform.bx = nn.Parameter(torch.tensor([-54 + step / 2] * 2 + [0.0]), requires_grad=False)
         self.vtransform.nx = nn.Parameter(torch.tensor([round(108 / step)] * 2 + [1]), requires_grad=False)
         self.vtransform.frustum = nn.Parameter(torch.zeros(2, 2, 3), requires_grad=False)
 
@@ -50,6 +52,11 @@ def test_which_weights_of_a_file(tmp_path):
     assert pick({**both, 'meta': {'evaluated_weights': 'ema'}}, 'raw') == 0
     assert pick({'ema_state_dict': ema}) == 1 and pick({'model': raw}) == 0 and pick(raw) == 0  # EMA-only, detectron, bare
     assert pick({'pytorch-lightning_version': '2.0', 'state_dict': raw, 'callbacks': {}}) == 0
+    averaged = {'model.w': raw['w'], 'model_ema.module.w': ema['w']}  # both in one state dict (Lightning, timm)
+    assert list(files.pick_weights({'state_dict': averaged}, 'f')[0]) == ['model.w']
+    assert files.pick_weights({'state_dict': averaged}, 'f', 'ema')[0] == {'module.w': ema['w']}
+    assert files.pick_weights({'state_dict': {'ema.w': ema['w']}}, 'f') == ({'w': ema['w']}, 'EMA weights')
+    assert pick({'state_dict': raw, 'meta': ['no', 'mapping']}) == 0
     with pytest.raises(CheckpointError, match="holds no weights; its keys are \\['optimizer'\\]"):
         files.pick_weights({'optimizer': {}}, 'f')
     with pytest.raises(CheckpointError, match='Lightning file without weights'):
@@ -101,11 +108,33 @@ def test_camera_grid_of_the_configuration_survives(tmp_path):
     report = load_weights(target, path, complete=True)
     assert target.encoders['camera'].vtransform.nx.tolist() == [540, 540, 1]
     assert float(target.encoders['camera'].vtransform.dx[0]) == pytest.approx(0.2)
-    assert report.complete and len(report.grid) == 3 and len(report.grid_differs) == 2
-    assert 'grid, not loaded: encoders.camera.vtransform.dx' in report.text() and 'differs from' in report.text()
-    with pytest.raises(CheckpointError, match='another camera grid'):
-        files.check_same_grid(target, Model(step=0.3).state_dict(), path)
-    files.check_same_grid(target, Model(step=0.2).state_dict(), path)
+    assert report.complete and len(report.grid) == 4 and len(report.grid_differs) == 3
+    text = report.text()
+    assert 'grid, not loaded: encoders.camera.vtransform.dx' in text and 'differs from' in text
+    assert 'file 360 x 360 cells of 0.3 m from (-54, -54) m; configuration, in use: 540 x 540 cells of 0.2 m' in text
+    with pytest.raises(CheckpointError, match='another camera grid: the file has 360 x 360 cells of 0.3 m .*, the configuration '
+                                              '540 x 540 cells of 0.2 m .*dx, .*nx differ.*--load_from'):
+        files.check_same_run(target, {}, Model(step=0.3).state_dict(), path)
+    files.check_same_run(target, {}, Model(step=0.2).state_dict(), path)
+
+
+def test_the_view_transform_keeps_its_cells(tmp_path):
+    from mmdet3d_ext.registry import MODELS
+    models = []
+    for step in (0.3, 0.2):
+        model = nn.Module()
+        model.vtransform = MODELS.build(dict(
+            type='LSSTransform', in_channels=4, out_channels=3, image_size=[16, 32], feature_size=[2, 4], xbound=[-54, 54, step],
+            ybound=[-54, 54, step], zbound=[-10, 10, 20], dbound=[1, 5, 1], downsample=2))
+        models.append(model)
+    with torch.no_grad():
+        models[0].vtransform.depthnet.weight.fill_(3.0)
+    report = load_weights(models[1], save({'state_dict': models[0].state_dict()}, tmp_path / 'c.pth'), complete=True)
+    transform = models[1].vtransform
+    assert transform.nx.tolist() == [540, 540, 1] and transform.dx.tolist() == pytest.approx([0.2, 0.2, 20])
+    assert transform.bev_shape == (270, 270) and float(transform.depthnet.weight.detach().min()) == 3
+    assert sorted(report.grid_differs) == ['vtransform.bx', 'vtransform.dx', 'vtransform.nx']  # the frustum is the image's
+    assert '360 x 360 cells of 0.3 m' in report.text() and '540 x 540 cells of 0.2 m' in report.text()
 
 
 def test_averages_of_mmcv_ema_hook_do_not_count_against_a_file(tmp_path):
@@ -130,4 +159,67 @@ def test_sparse_weights_of_every_layout(tmp_path, layout):
         state._metadata = model.state_dict()._metadata
     report = load_weights(model, save({'state_dict': state}, tmp_path / 'c.pth'), complete=True)
     assert torch.equal(model.conv.weight.detach(), wanted)
-    assert report.converted == (['conv.weight'] if layout == 'spconv1' else [])
+    assert report.relaid == (['conv.weight'] if layout == 'spconv1' else [])
+
+
+@pytest.mark.parametrize('layout', ['spconv1', 'spconv2'])
+def test_kernels_of_the_sparse_encoder(tmp_path, layout):
+    """A kernel whose sizes equal its channels fits both layouts by its shape; the rest of the file decides."""
+    from mmdet3d_ext.models.backbones.sparse_layers import sparse
+    model = nn.Module()
+    model.a, model.b = sparse().SubMConv3d(3, 3, 3, bias=False), sparse().SubMConv3d(3, 8, 3, bias=False)
+    wanted = {name: torch.arange(conv.weight.numel()).float().reshape(conv.weight.shape) for name, conv in
+              (('a', model.a), ('b', model.b))}  # (out, kx, ky, kz, in)
+    state = {f'{name}.weight': w if layout == 'spconv2' else w.movedim(0, -1).contiguous() for name, w in wanted.items()}
+    report = load_weights(model, save({'state_dict': state}, tmp_path / 'c.pth'), complete=True)
+    assert all(torch.equal(getattr(model, name).weight.detach(), w) for name, w in wanted.items())
+    assert report.relaid == ([] if layout == 'spconv1' else ['a.weight', 'b.weight'])
+
+
+# ---- several files, deeper models ------------------------------------------------------------------------------------
+
+def test_a_detector_and_a_map_model_seed_a_multitask_model(tmp_path, caplog):
+    det = save({'state_dict': filled(Model(heads=('object',)), 2.0).state_dict()}, tmp_path / 'det.pth')
+    seg = save({'state_dict': filled(Model(heads=('map',)), 3.0).state_dict()}, tmp_path / 'seg.pth')
+    target = filled(Model(heads=('object', 'map')), 1.0)
+    with caplog.at_level('INFO', 'load'):
+        first, second = files.load_files(target, files.path_list(f'{det},{seg}'), logging.getLogger('load'))
+    mean = lambda module: float(module.weight.detach().mean())  # noqa: E731
+    assert mean(target.heads['object']) == mean(target.decoder['backbone'][0]) == mean(target.encoders['camera'].conv) == 2
+    assert mean(target.heads['map']) == 3 and not first.complete and second.complete
+    assert second.matched == ['heads.map.weight', 'heads.map.bias'] and len(second.kept) == 9 and second.share == 1
+    assert '9 given by an earlier file' in second.text() and '2 files gave 13 tensors, 0 keep' in caplog.text
+    target = filled(Model(heads=('object', 'map')), 1.0)
+    files.load_files(target, [seg, det])  # the first file's trunk wins
+    assert mean(target.decoder['backbone'][0]) == 3 and mean(target.heads['object']) == 2
+
+
+def test_files_of_load_from(tmp_path):
+    odd = save({}, tmp_path / 'a,b.pth')
+    assert files.path_list(None) == files.path_list('') == []
+    assert files.path_list(odd) == [odd] and files.path_list('a.pth, b.pth,') == ['a.pth', 'b.pth']
+    assert files.path_list(['x.pth', tmp_path / 'y.pth']) == ['x.pth', str(tmp_path / 'y.pth')]
+
+
+def test_a_deeper_decoder_lists_what_is_new(tmp_path):
+    """A head with two decoder blocks for 400 x 400 labels seeds one with four."""
+    from mmdet3d_ext.registry import MODELS
+    heads = []
+    for step, channels in ((0.25, (8, 8)), (0.2, (8, 8, 8, 8))):
+        scope = {'input_scope': [[-54, 54, 0.6]] * 2, 'output_scope': [[-50, 50, step]] * 2}
+        heads.append(Model(heads=()))
+        heads[-1].heads['map'] = MODELS.build(dict(type='EnhancedBEVSegmentationHead', in_channels=4, grid_transform=scope,
+                                                   classes=['road', 'divider'], aspp_channels=8, aspp_rates=(1,),
+                                                   decoder_channels=channels))
+    report = load_weights(heads[1], save({'state_dict': heads[0].state_dict()}, tmp_path / 'two.pth'))
+    new = [name for name in heads[1].state_dict() if '.decoder.2.' in name or '.decoder.3.' in name]
+    assert report.missing == new and not report.unexpected and not report.mismatched
+    assert (f'new, not in the file: heads.map.decoder.2 ({len(new) // 2} tensors), heads.map.decoder.3 '
+            f'({len(new) // 2} tensors)') in report.text()
+
+
+def test_large_lists_are_cut():
+    from mmdet3d_ext.engine.checkpoint.report import _listed
+    assert _listed(['a.b.c', 'a.b.d', 'a.e', 'f'], ['a.g']) == 'a.b (2 tensors), a.e, f'
+    assert _listed(['a.b', 'a.c'], []) == 'a (2 tensors)'
+    assert _listed([f'm{i}.w' for i in range(40)], []).endswith('m11, and 28 more parts')

@@ -25,6 +25,7 @@ from .head_grid import (
     single_level,
     target_heatmap,
 )
+from .legacy import STATE_VERSION
 from .suppression import circle_nms, rotated_nms
 
 _REGRESSED = ('reg', 'height', 'dim', 'rot', 'vel')
@@ -68,6 +69,7 @@ class CenterHead(BaseModule):
         KeyError, ValueError: for configurations that cannot work; the message names the key.
     """
 
+    _version = STATE_VERSION
     #: Entries of :meth:`loss` that are reported but not minimised.
     statistics = ()
 

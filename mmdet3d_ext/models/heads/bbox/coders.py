@@ -3,7 +3,7 @@
 Both heads regress the height of the box *centre* (``height_target: centre``). The reference trained its weights on
 annotations that stand half a height too high, so its networks predict the height of the box's *top*: with
 ``height_target: top`` such a checkpoint gives boxes that stand on the ground, and can be trained on with right
-annotations.
+annotations. A configuration that does not set it follows the weights that are loaded (:meth:`_Coder.follow_weights`).
 
 ``compat='reference'`` keeps one behaviour: a score threshold of 0.0 filters nothing.
 """
@@ -17,23 +17,51 @@ from torch import Tensor
 from ....registry import BBOX_CODERS
 from .head_grid import CellFrame
 
-_HEIGHT_TARGETS = {'centre': 0.5, 'top': 1.0}
+HEIGHT_TARGETS = {'centre': 0.5, 'top': 1.0}  # share of the box's height between the bottom and the regressed height
 
 
 class _Coder:
     """What the two coders share: the map's frame, filters and the meaning of the regressed height."""
 
     def __init__(self, pc_range, out_size_factor, voxel_size, post_center_range, score_threshold, height_target, compat):
-        if height_target not in _HEIGHT_TARGETS:
-            raise ValueError(f'bbox_coder.height_target: expected one of {sorted(_HEIGHT_TARGETS)}, got {height_target!r}')
+        if height_target not in (None, *HEIGHT_TARGETS):
+            raise ValueError(f'bbox_coder.height_target: expected one of {sorted(HEIGHT_TARGETS)}, or null for what the '
+                             f'loaded weights were trained on, got {height_target!r}')
         if post_center_range is not None and len(post_center_range) != 6:
             raise ValueError('bbox_coder.post_center_range: needs 6 numbers (lower x, y, z, upper x, y, z), '
                              f'got {post_center_range!r}')
         self.frame = CellFrame.from_config(pc_range, voxel_size, out_size_factor)
         self.post_center_range = None if post_center_range is None else [float(v) for v in post_center_range]
         self.score_threshold = score_threshold
-        self.height_share = _HEIGHT_TARGETS[height_target]
+        self.configured_height = height_target
+        self.height_target = height_target or 'centre'
         self.compat = compat
+
+    @property
+    def height_share(self) -> float:
+        """Share of the box's height between its bottom and the regressed height."""
+        return HEIGHT_TARGETS[self.height_target]
+
+    @property
+    def trained_height(self) -> str:
+        """What weights trained with this coder predict, seen from right annotations: ``'centre'`` or ``'top'``.
+
+        Under the ``'reference'`` profile the data set's boxes stand half a height too high, so their centre is the top.
+        """
+        return 'top' if self.compat == 'reference' else self.height_target
+
+    def follow_weights(self, target: str) -> bool:
+        """Decode and encode heights as ``target`` says, unless the configuration decides (``height_target``, or the
+        ``'reference'`` profile, which wants that project's numbers).
+
+        Returns:
+            bool: whether the coder now agrees with weights that predict ``target``.
+        """
+        if target not in HEIGHT_TARGETS:
+            raise ValueError(f'height_target: expected one of {sorted(HEIGHT_TARGETS)}, got {target!r}')
+        if self.configured_height is None and self.compat != 'reference':
+            self.height_target = target
+        return self.trained_height == target
 
     def keep(self, boxes: Tensor, scores: Tensor) -> Tensor:
         """(..., 7+) boxes, (...) scores -> (...) bool: finite, inside ``post_center_range``, score above the
@@ -59,12 +87,13 @@ class TransFusionBBoxCoder(_Coder):
         post_center_range: (6,) limits in metres on (x, y, bottom z) of decoded boxes, or None.
         score_threshold: boxes are kept if their score is greater; 0.0 drops exact zeros, None keeps all.
         code_size: 10 with velocity, 8 without.
-        height_target: ``'centre'`` or ``'top'``, see the module.
+        height_target: ``'centre'``, ``'top'``, or None: what the loaded weights were trained on (``'centre'`` without
+            any), see the module.
     """
 
     def __init__(self, pc_range: Sequence[float], out_size_factor: int, voxel_size: Sequence[float],
                  post_center_range: Optional[Sequence[float]] = None, score_threshold: Optional[float] = None,
-                 code_size: int = 8, height_target: str = 'centre', compat: Optional[str] = None):
+                 code_size: int = 8, height_target: Optional[str] = None, compat: Optional[str] = None):
         super().__init__(pc_range, out_size_factor, voxel_size, post_center_range, score_threshold, height_target, compat)
         if code_size not in (8, 10):
             raise ValueError(f'bbox_coder.code_size: 10 with velocity, 8 without, got {code_size}')
@@ -123,7 +152,7 @@ class CenterPointBBoxCoder(_Coder):
     def __init__(self, pc_range: Sequence[float], out_size_factor: int, voxel_size: Sequence[float],
                  post_center_range: Optional[Sequence[float]] = None, max_num: int = 100,
                  score_threshold: Optional[float] = None, code_size: int = 9,
-                 height_target: str = 'centre', compat: Optional[str] = None):
+                 height_target: Optional[str] = None, compat: Optional[str] = None):
         super().__init__(pc_range, out_size_factor, voxel_size, post_center_range, score_threshold, height_target, compat)
         if code_size not in (7, 9):
             raise ValueError(f'bbox_coder.code_size: 9 with velocity, 7 without, got {code_size}')

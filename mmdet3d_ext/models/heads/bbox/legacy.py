@@ -18,7 +18,11 @@ from torch import Tensor
 
 # '<...>.prediction_heads.<layer>.dim.<last>.weight' (TransFusion) and '<...>.task_heads.<task>.dim.<last>.weight'
 # (CenterPoint); the layers before the last one are ConvModules, whose names go on with 'conv' or 'bn'.
-_LAST_LAYER = re.compile(r'(?:^|\.)(?:prediction_heads|task_heads)\.\d+\.(dim|rot)\.\d+\.(?:weight|bias)$')
+BOX_ROWS = re.compile(r'(?:^|\.)(?:prediction_heads|task_heads)\.\d+\.(dim|rot)\.\d+\.(?:weight|bias)$')
+
+# ``_version`` of our heads' state dicts: torch keeps it beside the tensors (``_metadata``), so that a bare file of weights
+# still tells which convention its box rows are in. The reference's heads have torch's default, 1.
+STATE_VERSION = 2
 
 
 def swap_box_convention(boxes: Tensor) -> Tensor:
@@ -39,13 +43,12 @@ def swap_head_convention(state_dict: Mapping[str, Tensor]) -> Dict[str, Tensor]:
 
     Works on a head's own state dict and on a whole model's; other tensors are passed through. Note what it cannot
     change: the reference trains heights on boxes that stand half a height too high, so its heads predict the *top* of a
-        box where ours predict
-    the centre. That is not linear in the weights; set ``height_target: top`` on the box coder to read such a checkpoint
-    right.
+    box where ours predict the centre. That is not linear in the weights; the box coder's ``height_target: top`` reads
+    such heights right.
     """
     swapped = {}
     for name, tensor in state_dict.items():
-        match = _LAST_LAYER.search(name)
+        match = BOX_ROWS.search(name)
         if match is None:
             swapped[name] = tensor
         elif match.group(1) == 'dim':

@@ -27,6 +27,7 @@ from .head_grid import (
     single_level,
     target_heatmap,
 )
+from .legacy import STATE_VERSION
 from .separate_head import SeparateHead
 from .suppression import circle_nms, rotated_nms
 from .transformer import TransformerDecoderLayer
@@ -92,6 +93,7 @@ class TransFusionHead(BaseModule):
         KeyError, ValueError: for configurations that cannot work; the message names the key.
     """
 
+    _version = STATE_VERSION
     #: Entries of :meth:`loss` that are reported but not minimised.
     statistics = ('matched_ious',)
 

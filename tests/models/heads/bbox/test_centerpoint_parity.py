@@ -1,6 +1,7 @@
 """CenterHead against the numbers of the BEVFusion reference (``shared/parity/center_head.npz``).
 
-As in ``test_transfusion_parity.py`` the weights are generated in the older box convention and converted.
+As in ``test_transfusion_parity.py`` the weights are generated in the older box convention and loaded as
+a file of the reference is.
 """
 import math
 
@@ -8,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from mmdet3d.core.bbox import LiDARInstance3DBoxes
-from testing import Golden, randn, weights_rule
+from testing import Golden, load_as_reference, randn, weights_rule
 
-from mmdet3d_ext.models.heads.bbox import swap_box_convention, swap_head_convention
+from mmdet3d_ext.models.heads.bbox import swap_box_convention
 from mmdet3d_ext.models.heads.bbox.suppression import circle_nms, rotated_nms
 from mmdet3d_ext.registry import MODELS, profile
 
@@ -47,7 +48,7 @@ def golden():
 def build(**changes):
     with profile('reference'):
         head = MODELS.build(head_config(**changes))
-    head.load_state_dict(swap_head_convention(weights_rule().ruled_state_dict(head.state_dict())))
+    load_as_reference(head, weights_rule().ruled_state_dict(head.state_dict()))
     return head.eval()
 
 

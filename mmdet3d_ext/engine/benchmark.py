@@ -30,6 +30,7 @@ from .train import make_loader, make_model, make_optimizer, make_runner
 
 MIB = 1024 ** 2
 PRECISIONS = {'fp32': (None, False), 'tf32': (None, True), 'fp16': (torch.float16, True), 'bf16': (torch.bfloat16, True)}
+KERNELS = 40  # that a row names
 # CUDA runtime calls in which the host waits for the device.
 WAITS = ('cudaStreamSynchronize', 'cudaDeviceSynchronize', 'cudaEventSynchronize')
 
@@ -232,12 +233,13 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
 
     Returns:
         one row: ``mode, samples, precision, iterations, step_ms, samples_per_s`` (of this rank), ``ranks``,
-        ``data_wait_ms``, ``peak_mib``, ``peak_reserved_mib``, ``host_waits`` and ``wait_sites`` of one step, and ``parts``
+        ``data_wait_ms``, ``peak_mib``, ``peak_reserved_mib``, ``host_waits``, ``wait_sites`` and ``kernels`` of one step, and ``parts``
         (name -> median ms).
     """
     with precision(precision_name, device) as dtype, tempfile.TemporaryDirectory() as folder:
         logger = _quiet_logger()
         cfg = _with_batch(cfg, samples)
+        torch.backends.cudnn.benchmark = bool(cfg.get('cudnn_benchmark'))
         step = StepModel((model or make_model(cfg)).to(device), device, dtype, bool(cfg.get('find_unused_parameters')))
         optimizer = make_optimizer(cfg, step.module, logger, samples * current().world_size)
         clock = Clock(device)
@@ -267,7 +269,7 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
                    data_wait_ms=1e3 * timing.waited / max(iterations - 1, 1), **_peak(device))
         clock.milliseconds()
         row['parts'] = _medians(step.module, clock, lambda: run(1), min(iterations, 10))
-        row['host_waits'], row['wait_sites'] = _host_waits(device, lambda: run(1), trace)
+        row['host_waits'], row['wait_sites'], row['kernels'] = _host_waits(device, lambda: run(1), trace)
         for handle in timing.handles:
             handle.remove()
         return row
@@ -283,6 +285,7 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
         a row like :func:`training`'s; ``step_ms`` is the median latency of a batch, ``latency_ms`` its 90th percentile, too.
     """
     with precision(precision_name, device) as dtype:
+        torch.backends.cudnn.benchmark = bool(cfg.get('cudnn_benchmark'))
         model = (model or make_model(cfg)).to(device).eval()
         if fold:
             from mmcv.cnn import fuse_conv_bn
@@ -313,7 +316,7 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
                    step_ms=median, latency_ms={'median': median, 'p90': sorted(latencies)[int(0.9 * (len(latencies) - 1))]},
                    samples_per_s=1e3 * samples / median, data_wait_ms=0.0, **_peak(device))
         row['parts'] = _medians(model, clock, run, min(iterations, 10))
-        row['host_waits'], row['wait_sites'] = _host_waits(device, run, trace)
+        row['host_waits'], row['wait_sites'], row['kernels'] = _host_waits(device, run, trace)
         return row
 
 
@@ -358,14 +361,20 @@ def _medians(model: nn.Module, clock: Clock, run: Callable[[], None], iterations
     return {name: statistics.median(values) for name, values in rows.items()}
 
 
-def _host_waits(device: torch.device, run: Callable[[], None], trace: Optional[str]) -> Tuple[Optional[int], Dict[str, int]]:
-    """In how many calls of one step the host waited for the device, and the Python lines of those that torch knows of."""
+def _host_waits(device: torch.device, run: Callable[[], None], trace: Optional[str]) -> Tuple[Optional[int], Dict[str, int], List[Any]]:
+    """In how many calls of one step the host waited for the device, the Python lines of those that torch knows of, and the
+    kernels that took most time: [name, calls, ms]."""
     from torch.profiler import ProfilerActivity, profile
     cuda = device.type == 'cuda'
     _wait(device)
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as recorded:
         run()
-    waits = sum(event.count for event in recorded.key_averages() if event.key in WAITS) if cuda else None
+    averages = recorded.key_averages()
+    waits = sum(event.count for event in averages if event.key in WAITS) if cuda else None
+    spent = 'self_device_time_total' if cuda else 'self_cpu_time_total'
+    heaviest = sorted((e for e in averages if not cuda or e.device_type == torch.autograd.DeviceType.CUDA),
+                      key=lambda event: -getattr(event, spent))[:KERNELS]
+    kernels = [[event.key[:120], event.count, round(getattr(event, spent) / 1e3, 3)] for event in heaviest]
     if trace:
         recorded.export_chrome_trace(trace)
     sites: Dict[str, int] = collections.Counter()
@@ -380,7 +389,7 @@ def _host_waits(device: torch.device, run: Callable[[], None], trace: Optional[s
         for item in caught:
             if 'synchroniz' in str(item.message):
                 sites[f'{_short(item.filename)}:{item.lineno}'] += 1
-    return waits, dict(sites)
+    return waits, dict(sites), kernels
 
 
 def _short(path: str) -> str:

@@ -53,7 +53,8 @@ def random_batch(cfg: Mapping[str, Any], samples: int, device: torch.device, see
         cfg: a resolved configuration with the root keys of ``configs/default.yaml`` (``image_size, input_modality,
             point_cloud_range, object_classes, map_classes, map_bound, map_labels, depth_labels, use_dim, radar_use_dims``).
         samples: B.
-        points: P per sample. ``cloud``: (P, >= use_dim) points to use for every sample instead of drawn ones, e.g. a real cloud.
+        points: P per sample. ``cloud``: (P, >= use_dim) points to use for every sample instead of drawn ones, e.g. a real
+            cloud; those outside ``point_cloud_range`` are left out.
 
     Returns:
         ``img`` (B, N, 3, H, W) standard normal; ``points``, ``radar`` list[B] of (P, F); matrices of a nuScenes-like rig;
@@ -70,12 +71,14 @@ def random_batch(cfg: Mapping[str, Any], samples: int, device: torch.device, see
     if modality.get('use_camera'):
         batch['img'] = torch.randn(samples, cameras, 3, height, width, generator=draw)
     use_dim = cfg['use_dim'] if isinstance(cfg['use_dim'], int) else len(cfg['use_dim'])
+    bounds = cfg['point_cloud_range']
     if modality.get('use_lidar') or cfg.get('depth_labels'):
-        batch['points'] = [lidar_cloud(points, draw, use_dim) if cloud is None else cloud[:, :use_dim].clone().float()
-                           for _ in range(samples)]
+        if cloud is not None:  # as the pipeline's range filter leaves it
+            lower, upper = torch.tensor(bounds[:3]), torch.tensor(bounds[3:])
+            cloud = cloud[((cloud[:, :3] > lower) & (cloud[:, :3] < upper)).all(1), :use_dim].float()
+        batch['points'] = [lidar_cloud(points, draw, use_dim) if cloud is None else cloud.clone() for _ in range(samples)]
     if modality.get('use_radar'):
         batch['radar'] = [_radar(len(cfg['radar_use_dims']), draw) for _ in range(samples)]
-    bounds = cfg['point_cloud_range']
     batch['gt_bboxes_3d'], batch['gt_labels_3d'] = _boxes(samples, bounds, cfg['object_classes'], draw)
     if cfg.get('map_labels') and cfg.get('map_bound'):
         grid = BevGrid.parse(*cfg['map_bound'], 'map_bound')

@@ -125,8 +125,11 @@ def where(cfg: Mapping[str, Any], key: str) -> str:
 
 
 @contextlib.contextmanager
-def running(model: nn.Module) -> Iterator[None]:
+def running(model: nn.Module, cfg: Optional[Mapping[str, Any]] = None) -> Iterator[None]:
     """Errors of the model's step that come from its configuration (channels, grids, memory) become one message.
+
+    Args:
+        cfg: of a training run: a step that is out of memory is answered with the memory plan and what to turn.
 
     Raises:
         UserError: naming the module and the error.
@@ -137,8 +140,7 @@ def running(model: nn.Module) -> Iterator[None]:
         raise
     except (ValueError, RuntimeError) as error:
         if isinstance(error, torch.cuda.OutOfMemoryError):
-            text = (f'out of GPU memory{_module(error, model)}: {str(error).splitlines()[0]} Lower data.samples_per_gpu (with '
-                    'optimizer_config.cumulative_iters the effective batch stays), use amp, or use_checkpoint / with_cp')
+            text = f'out of GPU memory{_module(error, model) or _pass(error)}: {str(error).splitlines()[0]} {_memory_advice(cfg)}'
         elif isinstance(error, ValueError) and raised_on_purpose(error):
             text = str(error)
         elif SHAPE_ERRORS.search(str(error)):
@@ -157,6 +159,19 @@ def _module(error: BaseException, model: nn.Module) -> str:
         if isinstance(module, nn.Module) and names.get(id(module)):
             found = f' in model.{names[id(module)]} ({type(module).__name__})'
     return found or ''
+
+
+def _pass(error: BaseException) -> str:
+    """Where in the step an error is that no module raised."""
+    names = [frame.f_code.co_name for frame, _ in frames(error)]
+    return ' in the backward pass' if 'backward' in names else ' in the optimizer step' if 'step' in names else ''
+
+
+def _memory_advice(cfg: Optional[Mapping[str, Any]]) -> str:
+    if cfg is None:
+        return 'Run it on fewer samples at a time, or on a GPU with more memory'
+    from .memory.exhausted import advice  # it builds models, as this module's users do
+    return '\n' + advice(cfg)
 
 
 @contextlib.contextmanager

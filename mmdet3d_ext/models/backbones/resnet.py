@@ -19,16 +19,15 @@ class GeneralizedResNet(nn.ModuleList):
     Args:
         in_channels: channels of the BEV map.
         blocks: one ``[number of blocks, channels, stride]`` per stage.
-        with_cp: recompute the blocks' activations in the backward pass instead of keeping them.
     """
 
-    def __init__(self, in_channels: int, blocks: Sequence[Sequence[int]], with_cp: bool = False):
+    def __init__(self, in_channels: int, blocks: Sequence[Sequence[int]]):
         stages = []
         for index, spec in enumerate(blocks):
             if len(spec) != 3:
                 raise ValueError(f'GeneralizedResNet: blocks[{index}] must be [count, channels, stride], got {spec!r}')
             count, channels, stride = spec
-            stages.append(make_res_layer(BasicBlock, in_channels, channels, count, stride=stride, with_cp=with_cp))
+            stages.append(make_res_layer(BasicBlock, in_channels, channels, count, stride=stride))
             in_channels = channels
         super().__init__(stages)
 

@@ -87,8 +87,7 @@ def _part(model: nn.Module, name: str, key: str) -> nn.Module:
 def apply_checkpoint(model: nn.Module, names: Sequence[str]) -> None:
     """Recompute the named parts; a part with a method ``recompute`` decides for itself what is worth it.
 
-    The libraries' ``with_cp: true`` comes to the same: their own form updates running statistics twice, and needs hooks
-    that data-parallel training does not always fire.
+    The libraries' ``with_cp: true`` comes to the same; their own form would update running statistics twice.
 
     Raises:
         ValueError: naming ``model.checkpoint`` and the parts that there are.

@@ -106,6 +106,10 @@ class EnhancedBEVSegmentationHead(BEVSegmentationBase):
                 raise ValueError(f'use_checkpoint: true, false or a list of {STAGES}, got {stage!r}')
         return frozenset(stages)
 
+    def recompute(self) -> None:
+        """The same as ``use_checkpoint: true``."""
+        self.checkpointed = frozenset(STAGES)
+
     def _init_parameters(self) -> None:
         for module in self.modules():
             if isinstance(module, nn.Conv2d):

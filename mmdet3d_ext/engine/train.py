@@ -136,7 +136,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     _warn_about_warm_up(cfg, logger, epochs * len(loader))
     if runner.epoch >= epochs:
         logger.warning('the checkpoint is at epoch %d and max_epochs is %d: nothing is left to train', runner.epoch, epochs)
-    with running(model):
+    with running(model, cfg):
         runner.run([loader], [('train', 1)])
     failed = [runner.save_failed]
     if dist.is_initialized():

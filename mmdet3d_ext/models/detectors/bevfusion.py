@@ -16,6 +16,7 @@ from torch import nn
 from ...registry import MODELS
 from ..voxel import build_voxelizer
 from .grid_check import check_same_grid, check_voxel_grid, sensor_grid
+from .memory_switches import apply_channels_last, apply_checkpoint
 
 SENSORS = ('camera', 'lidar', 'radar')  # the order in which the fuser gets their maps
 ENCODER_PARTS = {'camera': ('backbone', 'neck', 'vtransform'),
@@ -64,6 +65,11 @@ class BEVFusion(nn.Module):
         loss_scale: weight of each task's losses (default 1).
         freeze: names of parts (``encoders.lidar``, ``decoder.backbone`` ...) that are kept as loaded: no gradients, norm
             layers in evaluation mode.
+        checkpoint: names of parts (``encoders.camera.backbone``, ``encoders.camera.vtransform``, ``decoder``, ``heads.map`` ...)
+            whose activations are recomputed in the backward pass instead of kept: the same losses and gradients, less memory,
+            more time.
+        channels_last: names of parts whose convolutions work in channels-last order, or true for all: the same values; faster
+            and with less workspace on GPUs in half precision.
         compat: ``'reference'`` to reproduce trained BEVFusion checkpoints; see the parts for what it changes.
 
     A batch without a single point, without boxes or without any map trains like any other: all parameters stay in the graph
@@ -72,7 +78,7 @@ class BEVFusion(nn.Module):
 
     def __init__(self, encoders: Mapping, decoder: Mapping, heads: Mapping, fuser: Optional[Mapping] = None,
                  loss_scale: Optional[Mapping[str, float]] = None, freeze: Sequence[str] = (),
-                 compat: Optional[str] = None):
+                 compat: Optional[str] = None, checkpoint: Sequence[str] = (), channels_last: Union[bool, Sequence[str]] = False):
         super().__init__()
         encoders = _present(encoders, 'model.encoders')
         _check_keys(encoders, SENSORS, 'model.encoders')
@@ -110,6 +116,8 @@ class BEVFusion(nn.Module):
         self.frozen: List[nn.Module] = []
         for name in freeze:
             self._freeze(name)
+        apply_checkpoint(self, checkpoint or ())
+        apply_channels_last(self, channels_last or False)
 
     def _build_encoder(self, sensor: str, cfg: Mapping) -> nn.ModuleDict:
         name = f'model.encoders.{sensor}'

@@ -47,14 +47,14 @@ def cell_count(lo: float, hi: float, step: float, name: str = 'grid') -> int:
     cells = int(round(exact))
     if cells < 1 or abs(exact - cells) > TOLERANCE_CELLS:
         # Who rounds a step by hand means the rounder count: 0.167 over 100 m is 598.8 cells, and 600 is meant.
-        meant = _likely_count(exact)
+        meant = likely_count(exact)
         raise GridError(
             f'{name}: a step of {step} m does not divide the range [{lo}, {hi}] ({exact:.4f} cells). Write the step '
             f'{(hi - lo) / meant!r}, or the cell count {meant} (as {{range: [{lo}, {hi}], cells: {meant}}})')
     return cells
 
 
-def _likely_count(exact: float) -> int:
+def likely_count(exact: float) -> int:
     """The round number of cells nearest to ``exact`` within 0.5%; otherwise the nearest whole number."""
     for base in (100, 50, 20, 10, 8, 4, 2):
         candidate = base * round(exact / base)
@@ -158,3 +158,12 @@ class BevGrid:
     def __str__(self) -> str:
         return (f'{self.x.cells}x{self.y.cells} cells, x [{self.x.lo:g}, {self.x.hi:g}] m step {self.x.step:.6g}, '
                 f'y [{self.y.lo:g}, {self.y.hi:g}] m step {self.y.step:.6g}')
+
+
+def parse_scope(scope: Sequence[AxisSpec], name: str) -> BevGrid:
+    """A grid from ``[x axis, y axis]``, each ``[lo, hi, step]`` or ``{range: [lo, hi], cells: n}``; a BevGrid passes."""
+    if isinstance(scope, BevGrid):
+        return scope
+    if isinstance(scope, (str, bytes)) or not isinstance(scope, Sequence) or len(scope) != 2:
+        raise ValueError(f'{name}: write [[x lo, x hi, x step], [y lo, y hi, y step]] in metres, got {scope!r}')
+    return BevGrid.parse(scope[0], scope[1], name)

@@ -6,17 +6,19 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
 from mmcv import ConfigDict
 from torch import nn
 
+from ...geometry.grid import parse_scope
 from ...registry import MODELS
 from ..voxel import build_voxelizer
 from .grid_check import check_same_grid, check_voxel_grid, sensor_grid
 from .memory_switches import apply_channels_last, apply_checkpoint
+from .trunks import MAIN, Branch, fuse, resamplers, start_from_main
 
 SENSORS = ('camera', 'lidar', 'radar')  # the order in which the fuser gets their maps
 ENCODER_PARTS = {'camera': ('backbone', 'neck', 'vtransform'),
@@ -62,6 +64,10 @@ class BEVFusion(nn.Module):
             map: {backbone, neck}}``); then there is no shared decoder.
         heads: ``object`` (has ``get_bboxes``) and ``map`` heads by task name.
         fuser: needed with more than one sensor, applied with a single one too if given.
+        fused_grid: ``[x axis, y axis]`` on which the sensors' maps are fused; a sensor that ends on other cells of the same
+            metres is resampled. Without it all sensors must end on the same cells.
+        branches: a trunk of its own for a task (:class:`~.trunks.Branch`), on a grid of its own: ``{map: {grid, camera}}``. The
+            other tasks keep the main trunk and are not touched.
         loss_scale: weight of each task's losses (default 1).
         freeze: names of parts (``encoders.lidar``, ``decoder.backbone`` ...) that are kept as loaded: no gradients, norm
             layers in evaluation mode.
@@ -78,7 +84,9 @@ class BEVFusion(nn.Module):
 
     def __init__(self, encoders: Mapping, decoder: Mapping, heads: Mapping, fuser: Optional[Mapping] = None,
                  loss_scale: Optional[Mapping[str, float]] = None, freeze: Sequence[str] = (),
-                 compat: Optional[str] = None, checkpoint: Sequence[str] = (), channels_last: Union[bool, Sequence[str]] = False):
+                 compat: Optional[str] = None, fused_grid: Optional[Sequence] = None,
+                 branches: Optional[Mapping[str, Mapping]] = None, checkpoint: Sequence[str] = (),
+                 channels_last: Union[bool, Sequence[str]] = False):
         super().__init__()
         encoders = _present(encoders, 'model.encoders')
         _check_keys(encoders, SENSORS, 'model.encoders')
@@ -88,7 +96,12 @@ class BEVFusion(nn.Module):
                 self.encoders[sensor] = self._build_encoder(sensor, encoders[sensor])
         if not self.encoders:
             warnings.warn('model.encoders names no sensor: this model can be built but not run', stacklevel=2)
-        check_same_grid(self.encoders, compat)
+        self.trunk_grid = None if fused_grid is None else parse_scope(fused_grid, 'model.fused_grid')
+        if self.trunk_grid is None:
+            check_same_grid(self.encoders, compat)
+            self.resample = None
+        else:
+            self.resample = resamplers(self.encoders, self.trunk_grid, 'model.fused_grid')
 
         self.fuser = None if fuser is None else MODELS.build(fuser)
         if self.fuser is None and len(self.encoders) > 1:
@@ -99,13 +112,18 @@ class BEVFusion(nn.Module):
         if not heads:
             raise ValueError('model.heads names no task')
         self.heads = nn.ModuleDict({task: MODELS.build(cfg) for task, cfg in heads.items()})
-        if self.encoders:
-            trunk = sensor_grid(*next(iter(self.encoders.items()))).grid
-            for head in self.heads.values():
-                if hasattr(head, 'check_trunk'):
-                    head.check_trunk(trunk)
-        self.decoder = self._build_decoder(_present(decoder, 'model.decoder'))
+        decoder = _present(decoder, 'model.decoder')
+        self.decoder = self._build_decoder(decoder)
         self.shared_decoder = 'backbone' in self.decoder
+        self.branches = nn.ModuleDict()
+        for task, cfg in _present(branches, 'model.branches').items():
+            if task not in self.heads:
+                raise ValueError(f'model.branches: there is no head {task!r}, model.heads has {list(self.heads)}')
+            self.branches[task] = Branch(task, cfg, self.encoders, fuser, decoder, self._build_trunk)
+        if set(self.branches) == set(self.heads):
+            raise ValueError(f'model.branches gives every head {list(self.heads)} a trunk of its own, so the main one would train '
+                             'for nothing: set the main grids instead and leave one branch out')
+        self._check_heads()
 
         self.loss_scale = {task: 1.0 for task in self.heads}
         for task, weight in _present(loss_scale, 'model.loss_scale').items():
@@ -118,6 +136,20 @@ class BEVFusion(nn.Module):
             self._freeze(name)
         apply_checkpoint(self, checkpoint or ())
         apply_channels_last(self, channels_last or False)
+
+    def _check_heads(self) -> None:
+        """Compare what each head expects with the metres of its trunk."""
+        if not self.encoders:
+            return
+        trunk = self.trunk_grid or sensor_grid(*next(iter(self.encoders.items()))).grid
+        for task, head in self.heads.items():
+            if hasattr(head, 'check_trunk'):
+                head.check_trunk(self.branches[task].grid if task in self.branches else trunk)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        if self.branches:
+            start_from_main(list(self.branches), state_dict, self.state_dict(), prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _build_encoder(self, sensor: str, cfg: Mapping) -> nn.ModuleDict:
         name = f'model.encoders.{sensor}'
@@ -201,8 +233,9 @@ class BEVFusion(nn.Module):
 
     # ------------------------------------------------------------------ features
 
-    def extract_camera(self, batch: Mapping[str, Any]) -> Union[torch.Tensor, tuple]:
-        """img (B, N, 3, H, W) and matrices -> (B, C, X, Y), or that and the depth loss."""
+    def extract_camera(self, batch: Mapping[str, Any]) -> Any:
+        """img (B, N, 3, H, W) and matrices -> (B, C, X, Y), or that and the depth loss; with branches a mapping of maps in its
+        place (:meth:`BaseTransform.on_grids`)."""
         encoder, img = self.encoders['camera'], batch['img']
         if img.dim() != 5:
             raise ValueError(f'img must be (B, N, 3, H, W), got {tuple(img.shape)}')
@@ -223,9 +256,10 @@ class BEVFusion(nn.Module):
         features, coords, sizes = encoder['voxelize'](clouds)
         return encoder['backbone'](features, coords, batch_size, sizes=sizes)
 
-    def extract(self, batch: Mapping[str, Any], batch_size: int):
-        """The fused BEV map (B, C, X, Y), and a dict of auxiliary losses by name (empty in evaluation)."""
-        maps, losses = [], {}
+    def extract(self, batch: Mapping[str, Any], batch_size: int) -> Tuple[Dict[str, torch.Tensor], Dict[str, torch.Tensor]]:
+        """The fused BEV map (B, C, X, Y) of every trunk (``main`` and the tasks with a branch), and auxiliary losses by name
+        (none in evaluation)."""
+        found, losses = {}, {}
         for sensor in self.encoders:
             key = INPUTS[sensor]
             if batch.get(key) is None:
@@ -237,20 +271,15 @@ class BEVFusion(nn.Module):
                     x, losses['depth'] = x
             else:
                 x = self.extract_points(sensor, batch[key], batch_size)
-            if x.shape[0] != batch_size:
-                raise ValueError(f'{key} holds {x.shape[0]} samples, metas {batch_size}')
-            maps.append(x)
-        if not maps:
+            found[sensor] = x if isinstance(x, dict) else {None: x}
+            if found[sensor][None].shape[0] != batch_size:
+                raise ValueError(f'{key} holds {found[sensor][None].shape[0]} samples, metas {batch_size}')
+        if not found:
             raise ValueError('model.encoders names no sensor: nothing to run')
-        sizes = {sensor: tuple(x.shape[-2:]) for sensor, x in zip(self.encoders, maps, strict=True)}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f'the BEV maps of the sensors differ in size: {sizes}; align encoders.camera.vtransform.xbound/'
-                             'ybound/downsample with the voxel size, range and stride of the others')
-        if self.fuser is not None:
-            return self.fuser(maps), losses
-        if len(maps) > 1:
-            raise ValueError(f'model.fuser is null, but there are {len(maps)} sensors: {list(self.encoders)}')
-        return maps[0], losses
+        fused = {MAIN: fuse(self.fuser, self.resample, {sensor: maps[None] for sensor, maps in found.items()})}
+        for task, branch in self.branches.items():
+            fused[task] = fuse(branch.fuser, branch.resample, {s: maps.get(task, maps[None]) for s, maps in found.items()})
+        return fused, losses
 
     @staticmethod
     def _decode(trunk: nn.ModuleDict, x: torch.Tensor) -> torch.Tensor:
@@ -263,12 +292,16 @@ class BEVFusion(nn.Module):
             x = x[-1]
         return x
 
-    def decode(self, x: torch.Tensor) -> Dict[str, torch.Tensor]:
-        """Fused map -> the map that each task's head gets."""
-        if self.shared_decoder:
-            shared = self._decode(self.decoder, x)
-            return {task: shared for task in self.heads}
-        return {task: self._decode(self.decoder[task], x) for task in self.heads}
+    def decode(self, fused: Mapping[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+        """Fused maps by trunk -> the map that each task's head gets."""
+        shared = self._decode(self.decoder, fused[MAIN]) if self.shared_decoder else None
+        maps = {}
+        for task in self.heads:
+            if task in self.branches:
+                maps[task] = self._decode(self.branches[task].decoder, fused[task])
+            else:
+                maps[task] = shared if self.shared_decoder else self._decode(self.decoder[task], fused[MAIN])
+        return maps
 
     # ------------------------------------------------------------------ forward
 
@@ -291,8 +324,8 @@ class BEVFusion(nn.Module):
         if not metas:
             raise ValueError('the batch has no metas, whose length is the batch size')
         batch['metas'] = metas
-        x, auxiliary = self.extract(batch, len(metas))
-        maps = self.decode(x)
+        fused, auxiliary = self.extract(batch, len(metas))
+        maps = self.decode(fused)
         if self.training:
             return self._losses(maps, auxiliary, batch)
         return self._predictions(maps, metas)

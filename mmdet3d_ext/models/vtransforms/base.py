@@ -6,7 +6,7 @@ z up) after the BEV augmentation.
 """
 from __future__ import annotations
 
-from typing import List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -69,6 +69,8 @@ class BaseTransform(nn.Module):
     The state dict holds ``dx, bx, nx, frustum`` because published checkpoints do. They are this configuration's and are
     never overwritten on loading. What the last loaded checkpoint said is kept in :attr:`grid_not_loaded`: state-dict
     name -> ``{checkpoint, model, differs}`` (three values, or the shape of a frustum).
+
+    :meth:`add_grid` makes the transform pool on further grids, too; then its result is a mapping of maps.
     """
 
     def __init__(self, in_channels: int, out_channels: int, image_size: Sequence[int], feature_size: Sequence[int],
@@ -98,11 +100,43 @@ class BaseTransform(nn.Module):
         self.register_buffer('frustum', make_frustum(self.image_size, self.feature_size, self.depth_axis, compat))
         self.grid_not_loaded: dict = {}
         self.downsample = bev_downsample(self.bev_channels, downsample)
+        self.extra_grids: Dict[str, BevGrid] = {}
+        self.extra_downsample = nn.ModuleDict()
 
     @property
     def bev_shape(self) -> Tuple[int, int]:
         """(X, Y) cells of the result."""
         return self.bev_grid.shape
+
+    def add_grid(self, name: str, xbound: AxisSpec, ybound: AxisSpec, downsample: int = 1) -> BevGrid:
+        """Pool on one more grid, with strided convolutions of its own (``extra_downsample.<name>``).
+
+        Depth and context are predicted once for all grids. A cell's sum grows with its area, so what is pooled here is scaled
+        to the area of a cell of the main grid: weights that were trained on the main grid meet maps of the same mean.
+
+        Args:
+            xbound, ybound, downsample: as in the constructor.
+
+        Returns:
+            The grid of the resulting map.
+        """
+        own = f'{type(self).__name__}, grid of {name!r}'
+        grid = BevGrid.parse(xbound, ybound, f'{own}: xbound/ybound')
+        result = grid.downsample(downsample, f'{own}: xbound/ybound with downsample {downsample}')
+        self.extra_grids[name] = grid
+        self.extra_downsample[name] = bev_downsample(self.bev_channels, downsample)
+        return result
+
+    def on_grids(self, pool: Callable[[BevGrid], torch.Tensor]) -> Union[torch.Tensor, Dict[Optional[str], torch.Tensor]]:
+        """``pool(grid)`` and the strided convolutions for every grid: the map, or by name with the main one under None."""
+        main = self.downsample(pool(self.grid))
+        if not self.extra_grids:
+            return main
+        maps: Dict[Optional[str], torch.Tensor] = {None: main}
+        area = self.grid.x.step * self.grid.y.step
+        for name, grid in self.extra_grids.items():
+            maps[name] = self.extra_downsample[name](pool(grid) * (area / (grid.x.step * grid.y.step)))
+        return maps
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         # The configuration's grid wins: a checkpoint of another resolution would silently bring its own back.
@@ -140,31 +174,38 @@ class BaseTransform(nn.Module):
             scaled = torch.cat([uvd[..., :2] * uvd[..., 2:], uvd[..., 2:]], -1)
             return affine(lidar_from_rays[spread], scaled)
 
-    def pool(self, depth: torch.Tensor, context: torch.Tensor, geometry: torch.Tensor) -> torch.Tensor:
+    def pool(self, depth: torch.Tensor, context: torch.Tensor, geometry: torch.Tensor,
+             grid: Optional[BevGrid] = None) -> torch.Tensor:
         """Sum depth-weighted context over the cells.
 
         Args:
             depth: (B, N, D, H, W) weights.
             context: (B, N, C, H, W).
             geometry: (B, N, D, H, W, 3).
+            grid: where to (default: the main grid).
 
         Returns:
             (B, C * Z, X, Y) float32.
         """
         with torch.autocast(depth.device.type, enabled=False):
-            return ops.lift_splat(depth.float(), context.float(), geometry, self.bounds, compat=self.compat)
+            return ops.lift_splat(depth.float(), context.float(), geometry, self._bounds(grid), compat=self.compat)
 
-    def pool_volume(self, volume: torch.Tensor, geometry: torch.Tensor) -> torch.Tensor:
+    def _bounds(self, grid: Optional[BevGrid]) -> List[List[float]]:
+        if grid is None or grid is self.grid:
+            return self.bounds
+        return [list(grid.x.as_bound()), list(grid.y.as_bound()), self.bounds[2]]
+
+    def pool_volume(self, volume: torch.Tensor, geometry: torch.Tensor, grid: Optional[BevGrid] = None) -> torch.Tensor:
         """Sum given features: volume (B, N, D, H, W, C) at geometry (B, N, D, H, W, 3) -> (B, C * Z, X, Y) float32."""
-        batch = volume.shape[0]
-        lower = geometry.new_tensor([b[0] for b in self.bounds])
+        batch, grid = volume.shape[0], grid or self.grid
+        bounds, (nx, ny) = self._bounds(grid), grid.shape
+        lower, step = (geometry.new_tensor([b[i] for b in bounds]) for i in (0, 2))
         with torch.autocast(volume.device.type, enabled=False):
-            cell = (geometry - lower) / self.dx.float()
+            cell = (geometry - lower) / step
             cell = cell.trunc() if self.compat == 'reference' else cell.floor()
-            inside = ((cell >= 0) & (cell < self.nx)).all(-1)  # NaN is outside
+            inside = ((cell >= 0) & (cell < cell.new_tensor([nx, ny, self.z_axis.cells]))).all(-1)  # NaN is outside
             sample = torch.arange(batch, device=cell.device).view(-1, 1, 1, 1, 1).expand(cell.shape[:-1])
             coords = torch.cat([cell[inside].long(), sample[inside][:, None]], 1)
-            nx, ny = self.grid.shape
             out = ops.bev_pool(volume[inside].float(), coords, batch, self.z_axis.cells, nx, ny)  # (B, C, Z, X, Y)
         return out.transpose(1, 2).flatten(1, 2)
 
@@ -191,14 +232,15 @@ class BaseTransform(nn.Module):
                 ``lidar_aug_matrix`` (B, 4, 4), ``depths`` (B, N, image height, image width) if there is a depth loss.
 
         Returns:
-            (B, C * Z, X, Y), or a pair of that and the depth loss (training, transforms that have one).
+            (B, C * Z, X, Y), with further grids a mapping as :meth:`on_grids` gives; or a pair of that and the depth loss
+            (training, transforms that have one).
         """
         inputs.update(points=points, radar=radar)
         self.check_inputs(features, inputs)
         geometry = self.geometry(inputs['camera_intrinsics'], inputs['camera2lidar'], inputs['img_aug_matrix'],
                                  inputs['lidar_aug_matrix'])
         depth, context = self.depth_and_context(features, inputs)
-        return self.downsample(self.pool(depth, context, geometry))
+        return self.on_grids(lambda grid: self.pool(depth, context, geometry, grid))
 
     def check_inputs(self, features: torch.Tensor, inputs: dict) -> None:
         """Raise ValueError if a matrix is missing or the features do not have the configured size."""

@@ -64,11 +64,10 @@ class _DepthSupervised:
                                  inputs['lidar_aug_matrix'])
         depth, context = self.depth_and_context(features, inputs)
         if self.refinement is None:
-            bev = self.pool(depth, context, geometry)
+            bev = self.on_grids(lambda grid: self.pool(depth, context, geometry, grid))
         else:
-            volume = torch.einsum('bndhw,bnchw->bndhwc', depth.float(), context.float())
-            bev = self.pool_volume(self.refinement(volume), geometry)
-        bev = self.downsample(bev)
+            volume = self.refinement(torch.einsum('bndhw,bnchw->bndhwc', depth.float(), context.float()))
+            bev = self.on_grids(lambda grid: self.pool_volume(volume, geometry, grid))
         if self.training and self.has_depth_loss:
             return bev, self.depth_loss(depth, inputs.get('depths'))
         return bev

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ....geometry.grid import GridError
-from .grid_transform import INPUT_KEY, OUTPUT_KEY, BEVGridTransform, parse_scope
+from ....geometry.grid import GridError, parse_scope
+from .grid_transform import INPUT_KEY, OUTPUT_KEY, BEVGridTransform
 
 LABEL_KEYS = 'xbound/ybound of LoadBEVSegmentation in train_pipeline and test_pipeline'
 

@@ -1,8 +1,6 @@
 """From the trunk's BEV grid to the map head's: a bilinear resampler between two metric scopes.
 
-Both axes are resampled independently, so the bilinear weights are two small matrices and the transform is two matrix products
-(the result equals bilinear sampling with zeros outside the input). They run in the features' own type under AMP, where
-sampling by coordinates would force full-size float32 maps or half-precision coordinates.
+The result equals bilinear sampling with zeros outside the input; how is said in :mod:`mmdet3d_ext.geometry.resample`.
 """
 from __future__ import annotations
 
@@ -13,40 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ....geometry.grid import Axis, AxisSpec, BevGrid
+from ....geometry.grid import AxisSpec, parse_scope
+from ....geometry.resample import apply_weights, bilinear_weights
 from ....registry import MODELS
 
 INPUT_KEY = 'model.heads.map.grid_transform.input_scope'
 OUTPUT_KEY = 'model.heads.map.grid_transform.output_scope'
-
-
-def parse_scope(scope: Sequence[AxisSpec], name: str) -> BevGrid:
-    """A grid from ``[x axis, y axis]``, each ``[lo, hi, step]`` or ``{range: [lo, hi], cells: n}``; a BevGrid passes."""
-    if isinstance(scope, BevGrid):
-        return scope
-    if isinstance(scope, (str, bytes)) or not isinstance(scope, Sequence) or len(scope) != 2:
-        raise ValueError(f'{name}: write [[x lo, x hi, x step], [y lo, y hi, y step]] in metres, got {scope!r}')
-    return BevGrid.parse(scope[0], scope[1], name)
-
-
-def bilinear_weights(source: Axis, source_cells: int, target: Axis) -> torch.Tensor:
-    """Weights (target cells, source cells), as float64, of linear interpolation between cell centres.
-
-    Row i holds the two source cells around the centre of target cell i; what falls outside the source counts as zero, so
-    rows at the border sum to less than one. Positions go through float32 in [-1, 1] as sampling by coordinates does: about
-    1e-5 of a cell less exact, but outputs of published checkpoints are reproduced to 1e-5.
-    """
-    centres = target.lo + (torch.arange(target.cells, dtype=torch.float64) + 0.5) * target.step
-    normalised = (centres.float() - source.lo) / source.length * 2 - 1
-    position = (((normalised + 1) * source_cells - 1) / 2).double()
-    left = position.floor()
-    share = position - left
-    weights = torch.zeros(target.cells, source_cells, dtype=torch.float64)
-    rows = torch.arange(target.cells)
-    for column, weight in ((left.long(), 1 - share), (left.long() + 1, share)):
-        inside = (column >= 0) & (column < source_cells)
-        weights[rows[inside], column[inside]] += weight[inside]
-    return weights
 
 
 def _resize_weights(cells: int, factor: float) -> torch.Tensor:
@@ -111,8 +81,7 @@ class BEVGridTransform(nn.Module):
         """
         if tuple(x.shape[-2:]) != (self.weight_x.shape[1], self.weight_y.shape[1]):
             self._adapt(tuple(x.shape[-2:]))
-        rows = F.linear(x.transpose(-1, -2), self.weight_x.to(x.dtype))                        # (B, C, Y_in, X_out)
-        return F.linear(rows.transpose(-1, -2), self.weight_y.to(rows.dtype))                  # (B, C, X_out, Y_out)
+        return apply_weights(x, self.weight_x, self.weight_y)
 
     def _adapt(self, shape: tuple) -> None:
         message = (f'the BEV map that reaches the map head has {shape[0]}x{shape[1]} cells, but {INPUT_KEY} describes '

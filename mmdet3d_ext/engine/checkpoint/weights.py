@@ -170,12 +170,15 @@ def load_files(model: nn.Module, paths: Sequence[str], logger: Optional[logging.
 
 
 def path_list(value: Union[None, str, Sequence[str]]) -> List[str]:
-    """The files that ``load_from`` names: a path, several with commas between them, or a list."""
+    """The files that ``load_from`` names: a path, several with commas between them (also in brackets), or a list."""
     if not value:
         return []
     if isinstance(value, (str, os.PathLike)):
         value = os.fspath(value)
-        return [value] if os.path.exists(value) else [part.strip() for part in value.split(',') if part.strip()]
+        if os.path.exists(value):
+            return [value]
+        parts = (part.strip().strip('\'"') for part in re.sub(r'^\[(.*)\]$', r'\1', value.strip()).split(','))
+        return [part for part in parts if part]
     return [os.fspath(part) for part in value]
 
 

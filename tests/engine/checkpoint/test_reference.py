@@ -1,4 +1,5 @@
 """Files of the BEVFusion reference: whose a file is, exact ways there and back, the same boxes after loading."""
+import importlib.util
 import json
 import logging
 import math
@@ -7,12 +8,13 @@ import zlib
 import pytest
 import torch
 from small_heads import CENTERPOINT, TRANSFUSION, bev_map, merged, small_head
-from testing import shared_dir, weights_rule
+from testing import REPO, shared_dir, weights_rule
 from torch import nn
 
 from mmdet3d_ext.engine import checkpoint as files
 from mmdet3d_ext.engine.checkpoint import CheckpointError, load_weights, read_checkpoint, reference
 from mmdet3d_ext.engine.run_dir import BOX_CONVENTION as MARK
+from mmdet3d_ext.models.builder import build_model
 from mmdet3d_ext.models.heads.bbox import swap_box_convention
 
 ALL = {'bbox_coder': {'post_center_range': None, 'score_threshold': None}}  # nothing is dropped: equally long lists
@@ -128,6 +130,28 @@ def test_a_reference_file_gives_the_same_boxes(tmp_path, kind):
     (old, old_scores), (new, scores) = before.boxes(), after.boxes()
     assert len(old) and torch.equal(scores, old_scores) and gap(new, swap_box_convention(old)) < 1e-4
     assert not torch.equal(old[:, 3:5], new[:, 3:5])
+
+
+def test_a_whole_model_gives_the_same_boxes_and_maps(tmp_path):
+    """Cameras and LiDAR with spconv 2's kernels and a wrapper's prefix in the file; ``before`` decodes it as it is."""
+    spec = importlib.util.spec_from_file_location('real_heads', REPO / 'tests/models/detectors/test_with_real_heads.py')
+    real = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(real)
+    config = {**real.small.config('camera', 'lidar'), 'heads': {'object': real.CENTER, 'map': real.MAP}}
+    before, after = (build_model(config, 'reference').eval() for _ in range(2))
+    state = weights_rule().ruled_state_dict(before.state_dict())
+    before.load_state_dict(state)
+    kernels = [name for name, tensor in state.items() if tensor.dim() == 5]
+    state = {f'module.{name}': tensor.movedim(-1, 0) if name in kernels else tensor for name, tensor in state.items()}
+    torch.save({'meta': MMCV, 'state_dict': state}, tmp_path / 'ref.pth')
+    report = load_weights(after, str(tmp_path / 'ref.pth'), complete=True)
+    assert sorted(report.relaid) == sorted(kernels) and len(kernels) == 21 and len(report.swapped) == 8
+    inputs = {key: value for key, value in real.small.batch().items() if not key.startswith('gt_')}
+    with torch.no_grad():
+        outputs = zip(before(**inputs), after(**inputs), strict=True)
+    for old, new in outputs:
+        assert torch.equal(old['masks_bev'], new['masks_bev']) and torch.equal(old['scores_3d'], new['scores_3d'])
+        assert len(new['boxes_3d']) and gap(new['boxes_3d'].tensor, swap_box_convention(old['boxes_3d'].tensor)) < 1e-4
 
 
 @pytest.mark.parametrize('kind', HEADS)

@@ -198,24 +198,29 @@ def test_files_of_load_from(tmp_path):
     odd = save({}, tmp_path / 'a,b.pth')
     assert files.path_list(None) == files.path_list('') == []
     assert files.path_list(odd) == [odd] and files.path_list('a.pth, b.pth,') == ['a.pth', 'b.pth']
+    assert files.path_list('[a.pth, "b.pth"]') == ['a.pth', 'b.pth'] and files.path_list('a[1].pth') == ['a[1].pth']
     assert files.path_list(['x.pth', tmp_path / 'y.pth']) == ['x.pth', str(tmp_path / 'y.pth')]
 
 
-def test_a_deeper_decoder_lists_what_is_new(tmp_path):
-    """A head with two decoder blocks for 400 x 400 labels seeds one with four."""
+@pytest.mark.parametrize('channels, other_shape', [((8, 8, 8, 8), 0), ((8, 8, 4, 4), 0), ((16, 8, 8, 8), 4)])
+def test_a_deeper_decoder_lists_what_is_new(tmp_path, channels, other_shape):
+    """A head with two decoder blocks for 400 x 400 labels seeds one with four for 500 x 500."""
     from mmdet3d_ext.registry import MODELS
     heads = []
-    for step, channels in ((0.25, (8, 8)), (0.2, (8, 8, 8, 8))):
+    for step, widths in ((0.25, (8, 8)), (0.2, channels)):
         scope = {'input_scope': [[-54, 54, 0.6]] * 2, 'output_scope': [[-50, 50, step]] * 2}
         heads.append(Model(heads=()))
         heads[-1].heads['map'] = MODELS.build(dict(type='EnhancedBEVSegmentationHead', in_channels=4, grid_transform=scope,
                                                    classes=['road', 'divider'], aspp_channels=8, aspp_rates=(1,),
-                                                   decoder_channels=channels))
+                                                   decoder_channels=widths))
     report = load_weights(heads[1], save({'state_dict': heads[0].state_dict()}, tmp_path / 'two.pth'))
     new = [name for name in heads[1].state_dict() if '.decoder.2.' in name or '.decoder.3.' in name]
-    assert report.missing == new and not report.unexpected and not report.mismatched
+    assert report.missing == new and not report.unexpected
+    shown = report.text()
     assert (f'new, not in the file: heads.map.decoder.2 ({len(new) // 2} tensors), heads.map.decoder.3 '
-            f'({len(new) // 2} tensors)') in report.text()
+            f'({len(new) // 2} tensors)') in shown
+    shapes = [name for name, _, _ in report.mismatched if '.decoder.' in name]
+    assert len(shapes) == other_shape and all(f'{name}: shape [' in shown for name in shapes)
 
 
 def test_large_lists_are_cut():

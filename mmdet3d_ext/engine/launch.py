@@ -21,7 +21,6 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
 import traceback
 import zlib
@@ -33,11 +32,10 @@ import torch.distributed as dist
 
 from ..errors import RankZeroError
 from .log_files import LogFile, OwnWarnings, is_own_warning
+from .rank_watch import GRACE, STALL_TIMEOUT, RankWatch, Report, report_early, screen_is_shown, show_crashes
 
 LOGGER_NAME = 'mmdet3d'  # the name in every log line that users' scripts look for
 PACKAGE_LOGGER = 'mmdet3d_ext'  # of the package's parts below the engine
-ABORT_KEY = 'mmdet3d_ext/abort'
-GRACE = 2.5  # seconds that a failing rank waits for the others to read why, before it ends
 START_TIMEOUT = 300.0  # seconds for all ranks to meet; torch's default of 30 minutes hides a rank that died while starting
 COLLECTIVE_TIMEOUT = 1800.0  # seconds a collective may wait for the slowest rank (rank 0 computes NDS alone meanwhile)
 
@@ -185,7 +183,7 @@ def expand_nodelist(text: str) -> List[str]:
 # starting
 
 _current: Optional[Launch] = None
-_watch: Optional['_AbortWatch'] = None
+_watch: Optional[RankWatch] = None
 _log_file: Optional[str] = None
 _log_handlers: List[Tuple[str, logging.Handler]] = []
 
@@ -196,7 +194,7 @@ def current() -> Launch:
 
 
 def start(launch: Optional[Launch] = None, backend: Optional[str] = None, start_timeout: float = START_TIMEOUT,
-          collective_timeout: float = COLLECTIVE_TIMEOUT) -> Tuple[Launch, torch.device]:
+          collective_timeout: float = COLLECTIVE_TIMEOUT, stall_timeout: float = STALL_TIMEOUT) -> Tuple[Launch, torch.device]:
     """Choose this rank's device and join the other ranks.
 
     Args:
@@ -204,6 +202,7 @@ def start(launch: Optional[Launch] = None, backend: Optional[str] = None, start_
         backend: 'nccl' or 'gloo'; by default NCCL if a GPU is visible, else gloo. ``gloo`` lets ranks share a GPU.
         start_timeout: seconds for all ranks to arrive, then an error says how many did.
         collective_timeout: seconds that a collective may wait.
+        stall_timeout: seconds that a rank may stand at one place before the stacks of all ranks are shown.
 
     Returns:
         the launch (with notes added) and the device of this rank.
@@ -223,8 +222,9 @@ def start(launch: Optional[Launch] = None, backend: Optional[str] = None, start_
     launch = _with_device_notes(launch, gpus)
     _limit_threads(launch)
     if launch.world_size > 1 and not dist.is_initialized():
+        _watch = RankWatch(launch, _emit, lambda: _log_file, stall_timeout)
         _join(launch, backend, start_timeout, collective_timeout)
-        _watch = _AbortWatch(launch)
+        _watch.met.set()
     _current = launch
     return launch, device
 
@@ -292,46 +292,6 @@ def _join(launch: Launch, backend: str, start_timeout: float, collective_timeout
                             timeout=datetime.timedelta(seconds=collective_timeout), **kwargs)
 
 
-class _AbortWatch(threading.Thread):
-    """Ends this process soon after another rank reported an error, also when it waits in a collective or in a loader.
-
-    torchrun and mpirun kill the remaining ranks by themselves; srun does so only with --kill-on-bad-exit.
-    """
-
-    def __init__(self, launch: Launch, interval: float = 1.0):
-        super().__init__(name='abort-watch', daemon=True)
-        self.launch, self.interval = launch, interval
-        self.stopped = threading.Event()
-        self.told: Optional[str] = None
-        # A connection of its own: the process group's store blocks while it waits for a key.
-        self.store = dist.TCPStore(launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False,
-                                   timeout=datetime.timedelta(seconds=30))
-        self.start()
-
-    def run(self) -> None:
-        while not self.stopped.wait(self.interval):
-            try:
-                if not self.store.check([ABORT_KEY]):
-                    continue
-                message = self.store.get(ABORT_KEY).decode(errors='replace')
-            except Exception:  # the store's host is gone
-                if self.stopped.wait(5 * self.interval):
-                    return
-                message = f'lost the connection to {self.launch.master_addr}:{self.launch.master_port}: rank 0 ended'
-            if not self.stopped.is_set():
-                self.told = message
-                # The rank that failed shows its error itself; one line for the whole job is enough beside it.
-                _emit(f'[rank {self.launch.rank}] stops, because {message}', screen=self.launch.is_master)
-                time.sleep(GRACE + 3 * self.interval)  # the rank that failed ends first, so that launchers name it
-                os._exit(1)
-
-    def report(self, message: str) -> None:
-        try:
-            self.store.set(ABORT_KEY, message)
-        except Exception:
-            pass  # the host of the store is gone: the other ranks notice by themselves
-
-
 # --------------------------------------------------------------------------------------------------------------------
 # logs and ends
 
@@ -360,6 +320,8 @@ def attach_rank_log(run_dir: str, stamp: str) -> str:
         if handler is not file and launch.is_master:
             _log_handlers.append((PACKAGE_LOGGER, handler))
             logging.getLogger(PACKAGE_LOGGER).addHandler(handler)
+    if launch.world_size > 1:  # rank 0 shows what another rank's log holds; one process shows a crash on the screen itself
+        show_crashes(_log_file)
     return _log_file
 
 
@@ -390,10 +352,12 @@ def run(program: Callable[[], Optional[int]], clean_errors: Tuple[type, ...] = (
         clean_errors: error types shown as one message without a traceback (exit code 2), beside :class:`UserError`.
 
     A rank that fails writes its traceback to stderr and to its log file, tells the other ranks, and ends at once without
-    waiting for them (exit code 1); each of them ends within seconds and names the rank that failed.
+    waiting for them (exit code 1); each of them ends within seconds and names the rank that failed. Where the launcher hides
+    the failing rank's screen, rank 0 shows its traceback, too. That also holds while the ranks still have to meet.
 
     With several ranks over gloo the process ends here, also after a success: see :func:`stop`.
     """
+    show_crashes()
     try:
         code = int(program() or 0)
         if not stop():
@@ -450,12 +414,11 @@ def quiet_here() -> bool:
 
 
 def _fail(text: str, error: BaseException, code: int, clean: bool = False, follower: bool = False) -> int:
-    launch = current()
-    if clean and _watch is None and not isinstance(error, RanksDidNotMeet) and quiet_here():
+    if clean and _watch is None and quiet_here():
         return code
     if follower and _watch is not None:  # rank 0 says what happened; its report is on the way
         time.sleep(2 * GRACE + 4 * _watch.interval)
-    if clean and _watch is not None and not launch.is_master:
+    if clean and _watch is not None and not _watch.launch.is_master:
         time.sleep(1.5 * _watch.interval)  # a mistake in the configuration fails on every rank: rank 0 says it once
     if _watch is not None and _watch.told:  # this rank only failed because another had left
         time.sleep(GRACE)
@@ -463,15 +426,33 @@ def _fail(text: str, error: BaseException, code: int, clean: bool = False, follo
     _emit(text)
     if clean and error.__cause__ is not None and _log_file:
         _emit(''.join(traceback.format_exception(error.__cause__)), screen=False)
-    if launch.world_size == 1 or _watch is None:
+    if _watch is None:
+        _report_before_the_meeting(text, error, clean)
         return code
-    where = f'; its traceback is in {_log_file}' if _log_file else ''
+    if not isinstance(error, RanksDidNotMeet):  # every rank that waited says that by itself
+        where = f'; its traceback is in {_log_file}' if _log_file else ''
+        _watch.report(_reported(_watch.launch, text, error, where))
+        _watch.close()
+        time.sleep(GRACE)  # let the others read the report before the launcher kills them
+    _exit(code)  # no destructor may wait for a collective that the other ranks never join
+    return code
+
+
+def _reported(launch: Launch, text: str, error: BaseException, where: str = '') -> Report:
     summary = str(error).split('\n')[0]
-    _watch.report(f'rank {launch.rank} on {socket.gethostname()} failed: {type(error).__name__}: {summary}{where}')
-    _watch.stopped.set()
-    time.sleep(GRACE)  # let the others read the report before the launcher kills them
-    sys.stderr.flush()
-    os._exit(code)  # no destructor may wait for a collective that the other ranks never join
+    return Report(launch.rank, f'rank {launch.rank} on {socket.gethostname()} failed: {type(error).__name__}: {summary}{where}',
+                  '' if screen_is_shown() else text)
+
+
+def _report_before_the_meeting(text: str, error: BaseException, clean: bool) -> None:
+    """Rank 0, which may wait for this rank, and whose screen is the one that every launcher shows, tells what happened."""
+    try:
+        launch = detect()
+    except LaunchError:
+        return
+    if launch.world_size > 1 and not launch.is_master and not clean:
+        if report_early(launch.master_addr, launch.master_port, _reported(launch, text, error)):
+            time.sleep(GRACE)
 
 
 def stop() -> bool:
@@ -487,7 +468,7 @@ def stop() -> bool:
         closed = dist.get_backend() != 'gloo' or dist.get_world_size() == 1
         if _watch is not None:
             dist.barrier()
-            _watch.stopped.set()
+            _watch.close()
             dist.barrier()  # no watch may still look for a store whose host has left
         if closed:
             dist.destroy_process_group()

@@ -14,6 +14,8 @@ from mmcv.parallel import MODULE_WRAPPERS, DataContainer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .rank_watch import beat
+
 LOSS_PREFIX = 'loss/'
 
 
@@ -181,6 +183,7 @@ class StepModel(nn.Module):
             dict of ``loss`` (scalar with graph, this rank's), ``num_samples``, and ``log_names``/``log_values``: names and a
             float32 vector on the device, mean over ranks. Nothing is copied to the host here (see the optimizer hook).
         """
+        beat()
         batch = unpack_batch(data, self.device)
         total, names, values = sum_losses(self._forward[0](batch))
         local = torch.stack(values)

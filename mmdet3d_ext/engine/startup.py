@@ -9,6 +9,7 @@ import torch
 
 from ..config import ConfigError, load_config
 from . import launch as launching
+from .building import check_number
 
 
 def load_settings(path: str, overrides: Sequence[str]) -> Any:
@@ -24,11 +25,16 @@ def load_settings(path: str, overrides: Sequence[str]) -> Any:
 
 
 def start(cfg: Any, arguments: argparse.Namespace) -> torch.device:
-    """Join the other ranks as configured (``dist_params.backend``, or ``dist_backend``); returns this rank's device."""
+    """Join the other ranks as configured; returns this rank's device.
+
+    ``dist_params``: ``backend`` (also ``dist_backend``), ``timeout`` and ``stall_timeout`` in seconds (:func:`.launch.start`).
+    """
     backend = (cfg.get('dist_params') or {}).get('backend') or cfg.get('dist_backend')
     timeouts = {}
-    if (cfg.get('dist_params') or {}).get('timeout'):
-        timeouts['collective_timeout'] = float(cfg['dist_params']['timeout'])
+    for key, argument in (('timeout', 'collective_timeout'), ('stall_timeout', 'stall_timeout')):
+        if (cfg.get('dist_params') or {}).get(key):
+            check_number(cfg, 'dist_params', [key])
+            timeouts[argument] = float(cfg['dist_params'][key])
     launch, device = launching.start(backend=backend, start_timeout=arguments.start_timeout, **timeouts)
     if arguments.launcher and launch.is_master:
         print(f'--launcher {arguments.launcher} is not needed: started by {launch.launcher}', file=sys.stderr)

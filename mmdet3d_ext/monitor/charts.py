@@ -79,11 +79,13 @@ class _Scale:
     def __init__(self, chart: Chart):
         steps = [s for curve in chart.curves for s, v in zip(curve.steps, curve.values) if math.isfinite(v)]
         values = [v for curve in chart.curves for v in curve.values if math.isfinite(v) and (v > 0 or not chart.log)]
-        values += [value for _, value in chart.limits if value > 0 or not chart.log]
         self.empty = not steps or not values
+        if self.empty:
+            return
+        values += [value for _, value in chart.limits if value > 0 or not chart.log]
         self.log = chart.log
-        self.x0, self.x1 = (min(steps), max(steps)) if steps else (0.0, 1.0)
-        low, high = (min(values), max(values)) if values else (0.0, 1.0)
+        self.x0, self.x1 = min(steps), max(steps)
+        low, high = min(values), max(values)
         if chart.log:
             low, high = math.log10(low), math.log10(high)
         elif low > 0 and low < 0.4 * high:

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
-from .run import MAX_KEYS, Run
+from .run import Run
 
 # Where a run is kept and from where it goes on.
 NOT_COMPARED = ('run_dir', 'work_dir', 'resume_from', 'auto_resume', 'launcher')
@@ -22,8 +22,6 @@ class Difference(NamedTuple):
 def flatten(value: Any, prefix: str = '', found: Optional[Dict[str, Any]] = None) -> Dict[str, Any]:
     """Leaves of nested mappings and lists by dotted key; lists of plain values stay whole."""
     found = {} if found is None else found
-    if len(found) > MAX_KEYS:
-        return found
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             flatten(item, f'{prefix}.{key}' if prefix else str(key), found)

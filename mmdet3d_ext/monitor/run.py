@@ -14,7 +14,7 @@ from ..config import ConfigError
 from ..config.yaml_source import Loader, load_yaml
 from .records import JsonLog, MonitorError, Row, TextLog, finite, join
 
-MAX_KEYS = 100_000  # of a configuration from a file that somebody else wrote
+MAX_KEYS = 100_000  # of a configuration, which may be a file that somebody else wrote
 PICTURES = ('pictures', 'viz', 'visualizations', 'predictions', 'eval')  # where the tools write pictures, below the run folder
 
 
@@ -86,7 +86,7 @@ class Run:
         if isinstance(text, str):
             try:
                 found = yaml.load(text, Loader=Loader)  # a SafeLoader
-                if isinstance(found, dict):
+                if isinstance(found, dict) and _bounded(found):
                     return found
             except (yaml.YAMLError, ValueError, RecursionError):
                 pass
@@ -263,6 +263,16 @@ class Run:
             if any('Traceback (most recent call last)' in line for line in lines):
                 found.append((path, lines[-1].strip()))
         return found
+
+
+def _bounded(value: Any, most: int = MAX_KEYS) -> bool:
+    """Whether nested data has at most ``most`` values. Aliases of YAML make a few lines into billions."""
+    todo, count = [value], 0
+    while todo and count <= most:
+        item = todo.pop()
+        count += 1
+        todo += item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ()
+    return count <= most
 
 
 def _stamp(path: str) -> str:

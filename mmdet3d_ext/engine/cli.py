@@ -4,8 +4,6 @@ from __future__ import annotations
 import argparse
 from typing import List, NoReturn, Sequence, Tuple
 
-from .launch import quiet_here
-
 
 def split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Tuple[argparse.Namespace, List[str]]:
     """Parse ``argv``: options that ``parser`` knows, and the rest as overrides.
@@ -34,6 +32,7 @@ def split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Tuple[argpars
     complain = parser.error
 
     def error(message: str) -> NoReturn:
+        from .launch import quiet_here  # torch: a command line can be read without it
         if quiet_here():
             parser.exit(2)
         complain(message)

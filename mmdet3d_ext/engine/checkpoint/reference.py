@@ -30,6 +30,8 @@ ORIGINS = (AUTO, OURS, REFERENCE)
 OPTION = '--checkpoint-origin'
 _HEAD = re.compile(r'^(.*?)\.?(?:prediction_heads|task_heads)\.')
 _KERNEL = re.compile(r'(?:^|\.)encoders\.lidar\.backbone\..*\.weight$')
+_PART = re.compile(r'(?:(?:module|model|net|_orig_mod)\.)*(?:encoders\.(?:camera|lidar|radar)|decoder\.(?:backbone|neck)|'
+                   r'heads\.(?:object|map)|fuser)\.')
 _LARGEST_KERNEL = 7  # no sparse convolution of these models is larger, and no channel count but the input's is smaller
 
 
@@ -121,18 +123,21 @@ def _centred_frustum(state: Mapping[str, torch.Tensor]) -> bool:
 # --------------------------------------------------------------------------------------------------------------------
 # boxes
 
-def to_ours(state: Mapping[str, torch.Tensor]) -> 'OrderedDict[str, torch.Tensor]':
-    """The reference's weights with box rows in our convention."""
-    return _swapped(state, STATE_VERSION)
+def to_ours(state: Mapping[str, torch.Tensor], path: str) -> 'OrderedDict[str, torch.Tensor]':
+    """The reference's weights with box rows in our convention; ``path``: where they come from, for messages."""
+    return _swapped(state, path, STATE_VERSION)
 
 
-def to_reference(state: Mapping[str, torch.Tensor]) -> 'OrderedDict[str, torch.Tensor]':
+def to_reference(state: Mapping[str, torch.Tensor], path: str) -> 'OrderedDict[str, torch.Tensor]':
     """Our weights with box rows in the reference's convention; :func:`to_ours` gives the same bits back."""
-    return _swapped(state, 1)
+    return _swapped(state, path, 1)
 
 
-def _swapped(state: Mapping[str, torch.Tensor], version: int) -> 'OrderedDict[str, torch.Tensor]':
-    result = OrderedDict(swap_head_convention(state))
+def _swapped(state: Mapping[str, torch.Tensor], path: str, version: int) -> 'OrderedDict[str, torch.Tensor]':
+    try:
+        result = OrderedDict(swap_head_convention(state))
+    except ValueError as error:  # a tensor with other rows than sizes or sine and cosine
+        raise CheckpointError(f'{path}: {error}') from None
     metadata = getattr(state, '_metadata', None)
     if metadata is not None:
         heads = {_HEAD.match(name).group(1) for name in box_rows(state)}
@@ -212,6 +217,15 @@ def file_layout(state: Mapping[str, torch.Tensor]) -> Tuple['OrderedDict[str, to
 # --------------------------------------------------------------------------------------------------------------------
 # whole files
 
+def other_family(state: Mapping[str, torch.Tensor]) -> str:
+    """What tells that weights are neither the reference's nor ours; '' if their names are those of BEVFusion's parts."""
+    if any(_PART.match(name) for name in state):
+        return ''
+    tops = sorted({name.partition('.')[0] for name in state})
+    known = ' (as in mmdet3d 1.x\'s BEVFusion project, whose files are not converted)' if 'pts_middle_encoder' in tops else ''
+    return f'its tensors begin with {", ".join(tops[:6])}{known}, expected encoders, fuser, decoder, heads'
+
+
 def convert(content: Mapping[str, Any], state: Mapping[str, torch.Tensor], path: str, to: str, stated: str = AUTO,
             option: str = '--from') -> Tuple[Dict[str, Any], List[str]]:
     """The content of a checkpoint file in the other convention.
@@ -228,17 +242,15 @@ def convert(content: Mapping[str, Any], state: Mapping[str, torch.Tensor], path:
     Raises:
         CheckpointError: if the file is in that convention already, or of another family of models.
     """
-    if not any(re.match(r'(encoders|decoder|heads|fuser)\.', name) for name in state):
-        tops = sorted({name.partition('.')[0] for name in state})
-        foreign = ' (names of mmdet3d 1.x\'s BEVFusion project)' if {'pts_middle_encoder', 'bbox_head'} & set(tops) else ''
-        raise CheckpointError(f'{path} is no BEVFusion checkpoint: its tensors begin with {", ".join(tops[:6])}{foreign}, expected '
-                              'encoders, fuser, decoder, heads')
+    family = other_family(state)
+    if family:
+        raise CheckpointError(f'{path} is no checkpoint of the BEVFusion reference or of this project: {family}')
     origin = find_origin(content, state, path, stated, option, without=OURS if to == REFERENCE else REFERENCE)
     rows = box_rows(state)
     if origin.name == to and rows:
         raise CheckpointError(f'{path} is in the convention of {to!r} already ({origin.why}), so converting it would turn its boxes '
                               f'wrong; add {option} {OURS if to == REFERENCE else REFERENCE} if you know better')
-    converted, relaid = file_layout((to_ours if to == OURS else to_reference)(state))
+    converted, relaid = file_layout((to_ours if to == OURS else to_reference)(state, path))
     meta = dict(meta_of(content))
     meta.update(box_convention=BOX_CONVENTION if to == OURS else OLD_BOX_CONVENTION,
                 converted_from={'file': os.path.basename(path), 'origin': origin.name})

@@ -104,13 +104,14 @@ def load_weights(model: nn.Module, path: str, prefer: str = 'auto', min_matched:
     rows = [name for name in reference.box_rows(state) if name in own and name not in given]
     found = reference.find_origin(content, state, path, origin) if rows else None
     if found is not None and found.name == reference.REFERENCE:
-        state = reference.to_ours(state)
+        state = reference.to_ours(state, path)
     report = load_state(model, state, path, kind, given)
     warnings = _settle_boxes(model, content, found, rows, report)
     if not report.share or (report.share < min_matched and not allow_partial):
         raise CheckpointError(
             f'{path} is of another model: {len(report.matched)} of its {report.total} tensors ({100 * report.share:.0f}%) '
-            f'match, {100 * min_matched:.0f}% are needed (--allow-partial-checkpoint loads what matches)\n{report.text()}')
+            f'match, {100 * min_matched:.0f}% are needed (--allow-partial-checkpoint loads what matches)\n{report.text()}'
+            + ('' if report.share else f'\n  {reference.other_family(state)}'.rstrip()))
     if complete and not report.complete and not allow_partial:
         raise CheckpointError(f'{path} lacks tensors of this model, which would be evaluated with random values there '
                               f'(--allow-partial-checkpoint goes on)\n{report.text()}\n  first missing: '

@@ -11,6 +11,19 @@ from engine_toy import EngineToyModel, write_config  # noqa: E402
 
 from mmdet3d_ext.engine import cli  # noqa: E402
 from mmdet3d_ext.engine.checkpoint import read_checkpoint  # noqa: E402
+from mmdet3d_ext.registry import MODELS  # noqa: E402
+
+
+@MODELS.register_module()
+class ToyWithGrid(EngineToyModel):
+    """The toy with the camera's grid constants."""
+
+    def __init__(self, step=0.3):
+        super().__init__()
+        self.vtransform = torch.nn.Module()
+        for name, values in (('dx', [step, step, 20.0]), ('bx', [-54 + step / 2] * 2 + [0.0]), ('nx', [round(108 / step)] * 2 + [1])):
+            self.vtransform.register_buffer(name, torch.tensor(values))
+
 
 STILL = ('--max_epochs', '1', '--no-validate', '--optimizer.lr', '0.0', '--optimizer.weight_decay', '0.0')
 
@@ -52,6 +65,22 @@ def test_the_second_file_is_checked_too(tmp_path, capsys):
                                f'{first},{tmp_path}/other.pth'])
     shown = capsys.readouterr().err
     assert code == 2 and 'other.pth is of another model: 0 of its 1 tensors' in shown and 'Traceback' not in shown
+
+
+def test_a_new_stage_has_its_own_grid_and_a_run_keeps_its_grid(tmp_path, capsys):
+    """0.3 m -> 0.2 m: as a new stage the configuration's 540 cells stay, resuming is refused."""
+    train, first, second = tool('train'), tmp_path / 'first', tmp_path / 'second'
+    old, new = (write_config(tmp_path, f'{step}.yaml', model={'type': 'ToyWithGrid', 'step': step}) for step in (0.3, 0.2))
+    assert train.main([old, '--run-dir', str(first), *STILL]) == 0
+    assert train.main([new, '--run-dir', str(second), *STILL, '--load_from', str(first / 'latest.pth')]) == 0
+    state = read_checkpoint(str(second / 'latest.pth'))['state_dict']
+    assert state['vtransform.nx'].tolist() == [540, 540, 1] and float(state['vtransform.dx'][0]) == pytest.approx(0.2)
+    assert 'grid, not loaded: vtransform.dx, vtransform.bx, vtransform.nx' in next(second.glob('*.log')).read_text()
+    capsys.readouterr()
+    assert train.main([new, '--run-dir', str(first), '--resume_from', str(first / 'epoch_1.pth')]) == 2
+    shown = capsys.readouterr().err
+    assert 'epoch_1.pth was trained on another camera grid: the file has 360 x 360 cells of 0.3 m from (-54, -54) m, the ' \
+           'configuration 540 x 540 cells of 0.2 m' in shown and '--load_from' in shown
 
 
 @pytest.mark.parametrize('name, words', [('train', ['c.yaml']), ('test', ['c.yaml', 'x.pth']), ('visualize', ['c.yaml'])])

@@ -258,10 +258,16 @@ def test_kernels_of_spconv_2_are_written_in_the_layout_of_files():
 
 
 def test_other_families_are_named():
-    for state, words in (({'pts_middle_encoder.w': torch.ones(1), 'bbox_head.w': torch.ones(1)}, "mmdet3d 1.x's BEVFusion project"),
-                         ({'backbone.w': torch.ones(1)}, 'its tensors begin with backbone, expected encoders')):
+    for state, words in (({'pts_middle_encoder.w': torch.ones(1), 'bbox_head.w': torch.ones(1)},
+                          "begin with bbox_head, pts_middle_encoder .as in mmdet3d 1.x's BEVFusion project"),
+                         ({'decoder.layers.w': torch.ones(1)}, 'its tensors begin with decoder, expected encoders')):
         with pytest.raises(CheckpointError, match=words):
             files.convert({}, state, 'f.pth', 'ours')
+        with pytest.raises(CheckpointError, match=f'(?s)of another model.*{words}'):
+            load_weights(Detector(), 'f.pth', content={'state_dict': state})
+    rows = {'heads.object.prediction_heads.0.rot.1.bias': torch.ones(4)}
+    with pytest.raises(CheckpointError, match=r'f.pth: heads.*rot.1.bias: expected 2 outputs, got shape \(4,\)'):
+        load_weights(Detector(), 'f.pth', content={'state_dict': rows})
 
 
 def test_angles_are_those_of_the_definition(tmp_path):

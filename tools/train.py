@@ -59,7 +59,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         extra = ['--seed', str(arguments.seed)] if arguments.seed is not None else []
         extra += ['--amp', '{dtype: fp16}'] if arguments.amp else []
         extra += ['--auto_scale_lr.enable', 'true'] if arguments.auto_scale_lr else []
-        extra += ['--load_from', arguments.load_from] if arguments.load_from else []
+        extra += ['--load_from', cli.list_word(arguments.load_from)] if arguments.load_from else []
         cfg = load_settings(arguments.config, overrides + extra)
         device = start(cfg, arguments)
         from mmdet3d_ext.engine.train import Options, train

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import List, NoReturn, Sequence, Tuple
 
 
@@ -39,6 +40,11 @@ def split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Tuple[argpars
 
     parser.error = error
     return parser.parse_args(ours), overrides
+
+
+def list_word(value: str) -> str:
+    """``a,b`` as the configuration's list ``[a, b]``; the path of a file that exists, and anything without a comma, as it is."""
+    return value if ',' not in value or value.startswith('[') or os.path.exists(value) else f'[{value}]'
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:

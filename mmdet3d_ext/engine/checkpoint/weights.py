@@ -47,7 +47,7 @@ def pick_weights(content: Mapping[str, Any], path: str, prefer: str = 'auto') ->
         prefer = 'ema' if reference.meta_of(content).get('evaluated_weights') == 'ema' else 'raw'
     use_ema = raw is None or (prefer == 'ema' and ema is not None)
     chosen = ema if use_ema else raw
-    state = OrderedDict((k, v) for k, v in chosen.items() if isinstance(v, torch.Tensor))
+    state = OrderedDict((k, v) for k, v in chosen.items() if isinstance(k, str) and isinstance(v, torch.Tensor))
     if getattr(chosen, '_metadata', None) is not None:
         state._metadata = chosen._metadata
     return state, 'EMA weights' if use_ema else 'weights'
@@ -55,20 +55,21 @@ def pick_weights(content: Mapping[str, Any], path: str, prefer: str = 'auto') ->
 
 def _split_averages(state: Optional[Mapping[str, Any]]) -> Tuple[Optional[Mapping[str, Any]], Optional[Mapping[str, Any]]]:
     """Weights and averages of a state dict that may hold both; None for what it does not hold."""
-    averages = [name for name in state or () if name.startswith(EMA_PREFIXES)]
+    averages = [name for name in state or () if isinstance(name, str) and name.startswith(EMA_PREFIXES)]
     if not averages:
         return state, None
     if len(averages) < len(state) // 3:  # a module of the model that happens to have such a name
         return state, None
-    rest = OrderedDict((k, v) for k, v in state.items() if not k.startswith(EMA_PREFIXES))
     ema = OrderedDict((k.partition('.')[2], state[k]) for k in averages)
+    taken = set(averages)
+    rest = OrderedDict((k, v) for k, v in state.items() if k not in taken)
     return (rest if _is_state(rest) else None), ema
 
 
 def _is_state(value: Any) -> bool:
     if not isinstance(value, Mapping) or not value:
         return False
-    tensors = sum(isinstance(v, torch.Tensor) for v in value.values())
+    tensors = sum(isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in value.items())
     return tensors > 0 and tensors >= len(value) // 2
 
 
@@ -288,10 +289,10 @@ def check_same_run(model: nn.Module, content: Mapping[str, Any], state: Mapping[
     named = strip_prefixes(state, own)
     if reference.box_rows(named):
         found = reference.find_origin(content, named, path)
-        if found.name == reference.REFERENCE and found.certain:
-            raise CheckpointError(f'{path} is a checkpoint of the BEVFusion reference ({found.why}): a run of that code cannot be '
-                                  'resumed here, its optimizer knows boxes in another convention; start from its weights with '
-                                  '--load_from')
+        if found.name == reference.REFERENCE:
+            raise CheckpointError(f'{path} is not a checkpoint of a run of this project ({found.why}) but of the BEVFusion reference: '
+                                  'that cannot be resumed here, its optimizer knows boxes in another convention; start from its '
+                                  'weights with --load_from')
     differs = [k for k, v in named.items() if GRID_PATTERN.search(k) and k in own and not _same(own[k], v)]
     if differs:
         theirs, ours = grid_text(named), grid_text(own)

@@ -198,9 +198,22 @@ def test_targets_of_training_follow_the_height():
 def test_a_reference_run_is_not_resumed():
     model = Detector()
     state = dict(model.state_dict())
-    with pytest.raises(CheckpointError, match='f.pth is a checkpoint of the BEVFusion reference.*--load_from'):
-        files.check_same_run(model, {'meta': MMCV}, state, 'f.pth')
+    for meta in (MMCV, {'epoch': 1, 'iter': 2}):
+        with pytest.raises(CheckpointError, match='f.pth is not a checkpoint of a run of this project.*reference.*--load_from'):
+            files.check_same_run(model, {'meta': meta}, state, 'f.pth')
     files.check_same_run(model, {'meta': {'box_convention': MARK}}, state, 'f.pth')
+
+
+def test_checkpoints_of_a_run_say_what_their_heads_predict(tmp_path):
+    from mmdet3d_ext.engine.runner import CustomEpochBasedRunner
+    model = Detector()
+    load_weights(model, reference_file(model, tmp_path / 'ref.pth'))
+    model.train_step = lambda *args: None
+    runner = CustomEpochBasedRunner(model, work_dir=str(tmp_path), logger=logging.getLogger('load'), meta={'box_convention': MARK},
+                                    max_epochs=1)
+    runner.data_loader = [0]
+    meta = read_checkpoint(runner.save_checkpoint(str(tmp_path)))['meta']
+    assert meta['height_target'] == 'top' and meta['box_convention'] == MARK
 
 
 # ---- there and back --------------------------------------------------------------------------------------------------

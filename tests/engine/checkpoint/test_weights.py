@@ -56,7 +56,7 @@ def test_which_weights_of_a_file(tmp_path):
     assert list(files.pick_weights({'state_dict': averaged}, 'f')[0]) == ['model.w']
     assert files.pick_weights({'state_dict': averaged}, 'f', 'ema')[0] == {'module.w': ema['w']}
     assert files.pick_weights({'state_dict': {'ema.w': ema['w']}}, 'f') == ({'w': ema['w']}, 'EMA weights')
-    assert pick({'state_dict': raw, 'meta': ['no', 'mapping']}) == 0
+    assert pick({'state_dict': raw, 'meta': ['no', 'mapping']}) == 0 and pick({'model': {1: raw['w']}, 'ema': ema}) == 1
     with pytest.raises(CheckpointError, match="holds no weights; its keys are \\['optimizer'\\]"):
         files.pick_weights({'optimizer': {}}, 'f')
     with pytest.raises(CheckpointError, match='Lightning file without weights'):

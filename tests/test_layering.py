@@ -19,6 +19,7 @@ MAY_IMPORT = {
     'visualization': FLOOR,
     'monitor': FLOOR,
     'launching': FLOOR,
+    'doctor': set(),
     'models.backbones': FLOOR,
     'models.necks': FLOOR,
     'models.vtransforms': FLOOR,

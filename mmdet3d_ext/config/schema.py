@@ -41,7 +41,7 @@ dataset_type dataset_root gt_paste_stop_epoch reduce_beams load_dim use_dim load
 voxel_size image_size augment2d augment3d object_classes map_classes map_labels depth_labels input_modality radar_sweeps
 radar_use_dims radar_max_points radar_voxel_size radar_compensate_velocity radar_filtering radar_normalize radar_jitter
 train_pipeline test_pipeline val_pipeline evaluation_pipeline model optimizer lr_config
-momentum_config runner custom_hooks ema workflow sync_bn find_unused_parameters dist_backend dist_params launcher
+momentum_config runner custom_hooks ema workflow sync_bn group_norm find_unused_parameters dist_backend dist_params launcher
 log_level opencv_num_threads mp_start_method num_threads amp save_best profiler gpu_ids device
 '''
 _SECTIONS = {

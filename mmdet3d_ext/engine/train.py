@@ -33,6 +33,7 @@ from .hooks.optimizer import make_scaler
 from .launch import LOGGER_NAME, Launch, UserError, attach_rank_log, current
 from .log_files import LogFile
 from .map_labels import check_map_labels, check_object_labels
+from .norm_layers import check_norm_layers, use_group_norm
 from .parallel import StepModel
 from .runner import CustomEpochBasedRunner
 from .seeding import agree_on_seed, derive, make_deterministic, seed_all
@@ -115,8 +116,11 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     if val_loader is not None:
         check_object_labels(model, val_loader.dataset)
         check_map_labels(model, val_loader.dataset, evaluation=True)
+    samples = cfg['data']['samples_per_gpu']
     if launch.world_size > 1 and cfg.get('sync_bn') and device.type == 'cuda':
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        samples *= launch.world_size
+    check_norm_layers(cfg, model.train(), samples, logger)
     logger.info('Model:\n%s\n%s', model, count_parameters(model))
     load_from = path_list(options.load_from or cfg.get('load_from'))
     if load_from and not resume:
@@ -258,13 +262,14 @@ def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], t
 
 
 def make_model(cfg: Mapping[str, Any]) -> nn.Module:
-    """The configured model with its initial (or ``init_cfg``) weights, on the CPU."""
+    """The configured model with its initial (or ``init_cfg``) weights and norm layers (``group_norm``), on the CPU."""
     from ..models.builder import build_model
     settings = run_dirs.to_plain(cfg['model'])
     with building('model', cfg, settings):
         model = build_model(settings, cfg.get('compat'))
         if hasattr(model, 'init_weights'):
             model.init_weights()
+    use_group_norm(cfg, model)
     return model
 
 

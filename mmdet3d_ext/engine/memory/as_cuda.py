@@ -20,12 +20,12 @@ HALF = (torch.float16, torch.bfloat16)
 FLOAT32 = (
     'acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar '
     'softplus layer_norm native_layer_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d '
-    'hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss soft_margin_loss '
-    'triplet_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d '
+    'hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss soft_margin_loss triplet_margin_loss '
+    'binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d norm.Scalar norm.ScalarOpt_dim '
     'upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d').split()
 # The same with a result type instead of converted inputs (AT_FORALL_FP32_SET_OPT_DTYPE), and its position among the arguments.
 FLOAT32_RESULT = {'softmax.int': 2, 'log_softmax.int': 2, 'prod': 1, 'prod.dim_int': 3, 'cumprod': 2, 'cumsum': 2, 'sum': 1,
-                  'sum.dim_IntList': 3}
+                  'sum.dim_IntList': 3, 'linalg_vector_norm': 4}
 _KEY = 'AutocastCPU'
 
 

@@ -6,10 +6,12 @@ in the steady state, with the optimizer's state in place.
 """
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import logging
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 
 from ...datasets.synthetic.batch import REAL_POINTS, random_batch
 from ..amp import plan_amp
+from ..building import running
 from ..hooks.optimizer import _gradients, total_norm
 from ..launch import UserError
 from ..parallel import autocast, sum_losses
@@ -156,7 +159,8 @@ def make_plan(cfg: Mapping[str, Any], samples: Optional[int] = None, precision: 
     model.train()
     counts = Voxels(voxels)
     try:
-        tracker = _run_step(settings, model, batch, PRECISIONS[precision], counts, gpus)
+        with running(model), _no_garbage_collection():
+            tracker = _run_step(settings, model, batch, PRECISIONS[precision], counts, gpus)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
         raise UserError(f'the memory of this model cannot be planned: {_where(error, model)} runs {error}, whose result '
                         'depends on data. Measure it on a GPU with benchmarks/memory.py') from error
@@ -218,6 +222,18 @@ def _run_step(settings: Mapping[str, Any], model: nn.Module, batch: Mapping[str,
         optimizer.step()
         del held
     return tracker
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Within: tensors in reference cycles stay, so that a plan does not depend on when Python happens to look for them."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 def _losses(model: nn.Module, batch: Mapping[str, Any], tracker: StorageTracker) -> Mapping[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Union
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ....registry import MODELS
 from ...losses.segmentation import RESAMPLE_MODES, focal_dice_loss, resample_targets
@@ -17,6 +17,13 @@ STAGES = ('aspp', 'attention', 'decoder')
 # Probability that a new classifier gives every cell: most cells of most classes are empty, and starting at 0.5 makes the first
 # steps large and all alike (the prior of Lin et al., arXiv 1708.02002, less extreme because a drivable area is not rare).
 PRIOR = 0.1
+
+
+def _recomputing(function: Callable, *args: Any) -> Any:
+    # The second run goes to its end: where it stops early, inside a norm, the norm's maps hang in a reference cycle until Python
+    # looks for garbage, and a part of what was saved is lost again.
+    with set_checkpoint_early_stop(False):
+        return checkpoint(function, *args, use_reentrant=False)
 
 
 @MODELS.register_module()
@@ -125,7 +132,7 @@ class EnhancedBEVSegmentationHead(BEVSegmentationBase):
     def _runner(self, stage: str) -> Callable:
         """Calls a function directly, or recomputing its activations in the backward pass."""
         if stage in self.checkpointed and self.training and torch.is_grad_enabled():
-            return lambda function, *args: checkpoint(function, *args, use_reentrant=False)
+            return _recomputing
         return lambda function, *args: function(*args)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:

@@ -129,7 +129,8 @@ def torch_folders(torch: Optional[str]) -> List[Path]:
     """Folders whose libraries are in memory once torch is imported: its own, and those of the nvidia packages beside it."""
     if torch is None:
         return []
-    return [Path(torch, 'lib'), *sorted(Path(torch).parent.glob('nvidia/*/lib'))]
+    beside = Path(torch).parent
+    return [Path(torch, 'lib'), *sorted(beside.glob('nvidia/*/lib')), *beside.glob('cusparselt/lib')]
 
 
 def try_to_load(libraries: List[Compiled], env: Mapping[str, str], timeout: float) -> Answer:

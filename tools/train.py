@@ -11,7 +11,8 @@ Every other --key value goes to the configuration (dotted names, typed values, l
 configs.yaml, <time>.log, <time>.log.json, logging/ (one log per process), tf_logs/, epoch_<N>.pth, latest.pth, metrics.json.
 
 Exit codes: 0 done; 1 an error, its traceback is on the screen and in logging/; 2 something to correct in the command or the
-configuration; 3 trained to the end, but the last checkpoint could not be written.
+configuration; 3 the last checkpoint could not be written (at the end, or when asked to stop); 75 stopped by SIGTERM or SIGUSR1
+after a step, with a checkpoint (--resume_from auto goes on there).
 """
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Optional[List[str]] = None) -> int:
-    from mmdet3d_ext.engine import cli, launch
+    from mmdet3d_ext.engine import cli, launch, stopping
 
     arguments, overrides = cli.split(parser(), sys.argv[1:] if argv is None else argv)
 
@@ -69,7 +70,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             options.resume_from = 'auto'
         with correctable():
             result = train(cfg, options, device)
-        return 3 if result.save_failed else 0
+        return 3 if result.save_failed else stopping.EXIT_CODE if result.stopped else 0
 
     return launch.run(program)
 

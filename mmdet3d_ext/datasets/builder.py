@@ -1,7 +1,9 @@
 """Data sets and loaders from configurations."""
 from __future__ import annotations
 
+import atexit
 import logging
+import multiprocessing
 import signal
 from functools import partial
 from typing import Any, Mapping, Optional, Sequence, Union
@@ -41,7 +43,7 @@ def init_worker(worker_id: int, seed: Optional[int] = None, rank: int = 0, notes
     """Set up a loader worker: one thread each (ranks times workers share the cores), its own random numbers, its row of notes.
 
     Signals that ask the job to stop reach workers, too (Slurm signals every process of a step). The training process answers
-    them and ends its workers itself; a worker only ends by SIGTERM a minute later.
+    them and ends its workers itself; a worker only ends by SIGTERM a minute later (see :func:`_kill_workers`).
     """
     torch.set_num_threads(1)
     enter_worker(notes, worker_id)
@@ -57,6 +59,14 @@ def init_worker(worker_id: int, seed: Optional[int] = None, rank: int = 0, notes
         # Draws of training are seeded one by one (SampleReader); this is for whatever else draws. torch draws a new base seed
         # per epoch from the loader's generator, so workers that are started anew do not repeat themselves.
         seed_process(seed, rank, worker_id, torch.initial_seed() % 2 ** 63)
+
+
+@atexit.register
+def _kill_workers() -> None:
+    """At the end of this process: multiprocessing's own clean-up would send SIGTERM and wait for each worker."""
+    for process in multiprocessing.active_children():
+        if getattr(getattr(process, '_target', None), '__name__', '') == '_worker_loop':
+            process.kill()
 
 
 def build_dataloader(dataset: Dataset, samples_per_gpu: int, workers_per_gpu: int, *, shuffle: bool = True,

@@ -43,11 +43,19 @@ def batches(loader: DataLoader, begin: int, logger: logging.Logger) -> Iterator[
                 raise WorkerDied(f'{text}. This was attempt {failed} at batch {number + 1} of the epoch') from error
             logger.error('ALARM: %s. The workers are started again at batch %d of the epoch, nothing is lost', text, number + 1)
             iterator._shutdown_workers()
-            loader._iterator = None  # of persistent workers
+            end_workers(loader)
             iterator = _start(loader, number)
             continue
         yield number, batch
         number, failed = number + 1, 0
+
+
+def end_workers(loader: DataLoader) -> None:
+    """End persistent workers now. Left to the garbage collector, whose order is anyone's guess, each can take five seconds."""
+    iterator = getattr(loader, '_iterator', None)
+    if iterator is not None:
+        loader._iterator = None
+        iterator._shutdown_workers()
 
 
 def _start(loader: DataLoader, begin: int) -> Iterator[Any]:

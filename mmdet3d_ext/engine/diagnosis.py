@@ -18,8 +18,9 @@ Losses = Tuple[torch.Tensor, List[str], List[torch.Tensor]]  # total with graph,
 class Finding:
     """What one rank saw.
 
-    ``inputs``: parts of the batch that are not finite. ``losses``: value by name. ``forward``: the first module whose output was
-    not finite although its inputs were. ``backward``: the module at whose output the first non-finite gradient arrived.
+    ``inputs``: parts of the batch that are not finite. ``losses``: value by name. ``forward``: the first module (below the model
+    itself, whose output are the losses) whose output was not finite although its inputs were. ``backward``: the module at whose
+    output the first non-finite gradient arrived.
     ``parameters``: those with a non-finite gradient, in the model's order. ``error``: an exception that ended the attempt.
     """
 
@@ -66,7 +67,7 @@ def trace(model: nn.Module, losses: Callable[[], Losses], batch: Mapping[str, An
         batch: the unpacked batch, to look at. names: the samples' tokens, for messages.
     """
     finding = Finding(inputs=list(_bad_inputs(batch, names)))
-    titles = {module: f'{name or "the model"} ({type(module).__name__})' for name, module in model.named_modules()}
+    titles = {module: f'{name} ({type(module).__name__})' for name, module in model.named_modules() if name}
 
     def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         title = titles[module]

@@ -68,6 +68,15 @@ def batch_size(batch: Mapping[str, Any]) -> int:
     raise ValueError(f'cannot tell the batch size: no metas, tensor or list among the keys {sorted(batch)}')
 
 
+def sample_tokens(batch: Any) -> List[str]:
+    """Tokens (or indices) of the samples in a collated batch."""
+    metas = batch.get('metas') if isinstance(batch, Mapping) else None
+    metas = getattr(metas, 'data', metas)
+    if metas and isinstance(metas[0], (list, tuple)):
+        metas = [m for chunk in metas for m in chunk]
+    return [str(m.get('token', m.get('sample_idx', '?'))) for m in metas or [] if isinstance(m, Mapping)]
+
+
 def sum_losses(losses: Mapping[str, Any]) -> Tuple[torch.Tensor, List[str], List[torch.Tensor]]:
     """Total loss, and every logged name with its detached float32 scalar, in the model's order, ``loss`` last.
 
@@ -142,6 +151,7 @@ class StepModel(nn.Module):
         super().__init__()
         self.module = module
         self.device = device
+        self.amp_dtype = amp_dtype
         self.find_unused_parameters = find_unused_parameters
         forward = _TrainForward(module, device, amp_dtype)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -176,24 +186,38 @@ class StepModel(nn.Module):
         with self._forward[0].no_sync() if self.distributed else contextlib.nullcontext():
             yield
 
-    def train_step(self, data: Mapping[str, Any], optimizer: Any = None, **kwargs: Any) -> Dict[str, Any]:
+    def train_step(self, data: Mapping[str, Any], optimizer: Any = None, flags: Sequence[bool] = (),
+                   **kwargs: Any) -> Dict[str, Any]:
         """One forward pass in training.
 
+        Args:
+            flags: what this rank asks all ranks to know. They travel with the losses, so asking costs no exchange of its own.
+
         Returns:
-            dict of ``loss`` (scalar with graph, this rank's), ``num_samples``, and ``log_names``/``log_values``: names and a
-            float32 vector on the device, mean over ranks. Nothing is copied to the host here (see the optimizer hook).
+            dict of ``loss`` (scalar with graph, this rank's), ``num_samples``, ``losses`` (what the model returned), and
+            ``log_names``/``log_values``: names and a float32 vector on the device, mean over ranks. With several ranks
+            ``flags``: a vector on the device, > 0 where any rank asks. Nothing is copied to the host here (see the optimizer
+            hook).
         """
         beat()
         batch = unpack_batch(data, self.device)
-        total, names, values = sum_losses(self._forward[0](batch))
+        losses = self._forward[0](batch)
+        total, names, values = sum_losses(losses)
         local = torch.stack(values)
-        mean = local
+        outputs = {'loss': total, 'num_samples': batch_size(batch), 'losses': losses, 'log_names': names, 'log_values': local,
+                   'local_values': local}
         if self.distributed:
             self._same_names(tuple(names))
-            mean = local.clone()
+            mean = torch.cat([local, torch.tensor(flags, dtype=local.dtype).to(local.device, non_blocking=True)])
             dist.all_reduce(mean)
             mean /= dist.get_world_size()
-        return {'loss': total, 'num_samples': batch_size(batch), 'log_names': names, 'log_values': mean, 'local_values': local}
+            outputs.update(log_values=mean[:len(names)], flags=mean[len(names):])
+        return outputs
+
+    def losses_alone(self, data: Mapping[str, Any]) -> Tuple[torch.Tensor, List[str], List[torch.Tensor]]:
+        """:func:`sum_losses` of one more forward pass of this process, without the other ranks (except in SyncBatchNorm)."""
+        forward = self._forward[0].module if self.distributed else self._forward[0]
+        return sum_losses(forward(unpack_batch(data, self.device)))
 
     def val_step(self, data: Mapping[str, Any], optimizer: Any = None, **kwargs: Any) -> Dict[str, Any]:
         """One forward pass of the model as it stands, as a dict ``{'results': ...}``."""

@@ -102,7 +102,8 @@ def prepare(run_dir: str, cfg: Mapping[str, Any], resuming: bool) -> Tuple[str, 
 
 
 def _move_aside(run_dir: str, stamp: str) -> Optional[str]:
-    files = [path for pattern in ('epoch_*.pth', 'best_*', 'latest.pth', 'iter_*.pth', 'metrics', 'tf_logs', 'best.json')
+    files = [path for pattern in ('epoch_*.pth', 'best_*', 'latest.pth', 'iter_*.pth', 'before_spike_*.pth', 'bad_batches',
+                                  'metrics', 'tf_logs', 'best.json')
              for path in glob.glob(os.path.join(run_dir, pattern))]
     if not any(path.endswith('.pth') for path in files):
         return None

@@ -1,4 +1,5 @@
-"""mmcv's epoch runner with this project's steps: no idle sleeps, atomic checkpoints with state of the hooks, safe resuming."""
+"""mmcv's epoch runner with this project's steps: no idle sleeps, atomic checkpoints with state of the hooks, safe resuming at
+any step."""
 from __future__ import annotations
 
 import os
@@ -10,7 +11,11 @@ from mmcv.runner import RUNNERS, EpochBasedRunner
 from mmcv.runner.utils import get_host_info
 from torch.utils.data import DataLoader
 
+from ..datasets.stream import batches
 from . import checkpoint as files
+from . import rank_state
+from .hooks.guard import RollBack
+from .stopping import Stopped, StopSignals
 
 
 class Stateful(Protocol):
@@ -37,11 +42,26 @@ class CustomEpochBasedRunner(EpochBasedRunner):
         self.defer_log = False
         self.evaluated_weights = 'raw'
         self.save_failed: Optional[str] = None
+        self.saver: Any = None  # the checkpoint hook, which also writes between steps
+        self.signals: Optional[StopSignals] = None
+        self.stopped: Optional[Stopped] = None
+        self.group_open = False  # gradients of an unfinished group of accumulated steps are held
+        self.resumed_from: Optional[str] = None
+        self._agreed = (False, False)
+        self._begin = 0  # iterations of the current epoch that a resumed run has behind it
+        self._rank_states: Optional[List[Dict[str, Any]]] = None
+
+    @property
+    def begins_within(self) -> bool:
+        """Whether the next epoch to run is one that a resumed run has partly behind it."""
+        return self._begin > 0
 
     # ---- one step -------------------------------------------------------------------------------------------------
     def run_iter(self, data_batch: Any, train_mode: bool, **kwargs: Any) -> None:
         step = self.model.train_step if train_mode else self.model.val_step
-        outputs = step(data_batch, self.optimizer, **kwargs)
+        flags = self._flags()
+        outputs = step(data_batch, self.optimizer, flags=flags, **kwargs)
+        self._agreed = flags
         if not isinstance(outputs, dict):
             raise TypeError(f'train_step and val_step must return a dict, got {type(outputs).__name__}')
         self.outputs = outputs
@@ -49,6 +69,11 @@ class CustomEpochBasedRunner(EpochBasedRunner):
             self.log_buffer.update(outputs['log_vars'], outputs['num_samples'])
         elif 'log_values' in outputs and not self.defer_log:
             self.publish()
+
+    def _flags(self) -> Tuple[bool, bool]:
+        """What this rank asks for: (stop, write a checkpoint). One rank that asks is enough; all act after the same step."""
+        return (self.signals is not None and self.signals.received is not None,
+                self.saver is not None and self.rank == 0 and self.saver.is_time())
 
     def publish(self, extra: Sequence[torch.Tensor] = ()) -> List[float]:
         """Copy this step's losses, and the scalars ``extra``, to the host in one transfer; log the losses.
@@ -58,10 +83,15 @@ class CustomEpochBasedRunner(EpochBasedRunner):
         """
         outputs = self.outputs
         values, names = outputs['log_values'], outputs['log_names']
-        numbers = torch.cat([values.detach(), *(e.detach().reshape(1).to(values) for e in extra)]).tolist()
+        extra = [*(e.detach().reshape(1).to(values) for e in extra), *([outputs['flags']] if 'flags' in outputs else [])]
+        numbers = torch.cat([values.detach(), *extra]).tolist()
         outputs['log_vars'] = dict(zip(names, numbers, strict=False))
         self.log_buffer.update(outputs['log_vars'], outputs['num_samples'])
-        return numbers[len(names):]
+        rest = numbers[len(names):]
+        if 'flags' in outputs:
+            self._agreed = rest[-2] > 0, rest[-1] > 0
+            rest = rest[:-2]
+        return rest
 
     def train(self, data_loader: DataLoader, **kwargs: Any) -> None:
         self.model.train()
@@ -69,7 +99,12 @@ class CustomEpochBasedRunner(EpochBasedRunner):
         self.data_loader = data_loader
         self._max_iters = self._max_epochs * len(data_loader)
         self.call_hook('before_train_epoch')
-        for index, batch in enumerate(data_loader):
+        begin, self._begin = self._begin, 0
+        self._inner_iter = begin - 1
+        for index, batch in batches(data_loader, begin, self.logger):
+            if self._rank_states is not None:
+                rank_state.restore_random(self._rank_states, self.rank, self.world_size, self.meta['seed'], self.epoch, begin)
+                self._rank_states = None
             self.data_batch = batch
             self._inner_iter = index
             self.call_hook('before_train_iter')
@@ -77,8 +112,26 @@ class CustomEpochBasedRunner(EpochBasedRunner):
             self.call_hook('after_train_iter')
             del self.data_batch
             self._iter += 1
+            self._between_steps(index + 1)
+        self._rank_states = None
         self.call_hook('after_train_epoch')
         self._epoch += 1
+
+    def _between_steps(self, done: int) -> None:
+        """Write a checkpoint, or stop, if asked; ``done``: iterations of this epoch that are behind.
+
+        Raises:
+            Stopped: on all ranks after the same step.
+        """
+        stop, save = self._agreed
+        if self.group_open:
+            return
+        save = save or self.saver is not None and self.saver.is_turn(self.iter)
+        path = None
+        if self.saver is not None and (stop or save and done < len(self.data_loader)):
+            path = self.saver.save_step(self, done)
+        if stop:
+            raise Stopped((self.signals and self.signals.received) or 'a signal to another rank', path)
 
     def run(self, data_loaders: List[DataLoader], workflow: List[Tuple[str, int]], max_epochs: Optional[int] = None,
             **kwargs: Any) -> None:
@@ -96,23 +149,39 @@ class CustomEpochBasedRunner(EpochBasedRunner):
         self.logger.info('Hooks will be executed in the following order:\n%s', self.get_hook_info())
         self.logger.info('workflow: %s, max: %d epochs', workflow, self._max_epochs)
         self.call_hook('before_run')
-        while self.epoch < self._max_epochs:
-            self.train(data_loaders[0], **kwargs)
+        while self.epoch < self._max_epochs and self.stopped is None:
+            try:
+                self.train(data_loaders[0], **kwargs)
+            except RollBack as request:
+                request.carry_out(self)
+            except Stopped as stopped:
+                self.stopped = stopped
+                self.logger.warning('%s: stopped after iteration %d of epoch %d; %s', stopped.why, self.inner_iter + 1,
+                                    self.epoch + 1, f'{stopped.checkpoint} is written' if stopped.checkpoint or self.rank else
+                                    'no checkpoint could be written')
         self.call_hook('after_run')
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
-    def checkpoint_content(self, save_optimizer: bool = True) -> Dict[str, Any]:
-        """All that a resumed run needs, as plain types and CPU tensors."""
+    def checkpoint_content(self, save_optimizer: bool = True, done: Optional[int] = None) -> Dict[str, Any]:
+        """All that a resumed run needs, as plain types and CPU tensors.
+
+        Args:
+            done: iterations of the current epoch that are behind; None: the epoch just ended.
+        """
         model = getattr(self.model, 'module', self.model)
         meta = dict(self.meta or {}, **files.model_meta(model))
-        meta.update(epoch=self.epoch + 1, iter=self.iter, time=time.asctime(), evaluated_weights=self.evaluated_weights,
-                    iters_per_epoch=len(self.data_loader), world_size=self.world_size)
+        meta.update(epoch=self.epoch + (done is None), iter=self.iter, inner_iter=done or 0, time=time.asctime(),
+                    evaluated_weights=self.evaluated_weights, iters_per_epoch=len(self.data_loader),
+                    world_size=self.world_size, samples_per_step=self._samples_per_step(self.data_loader))
         content = {'meta': meta, 'state_dict': model.state_dict()}
         if save_optimizer and self.optimizer is not None:
             content['optimizer'] = self.optimizer.state_dict()
         for key, hook in self.stateful.items():
             content[key] = hook.state_dict()
         return {key: files.plain(value) for key, value in content.items()}
+
+    def _samples_per_step(self, loader: DataLoader) -> int:
+        return self.world_size * (getattr(loader, 'batch_size', None) or 1)
 
     def save_checkpoint(self, out_dir: str, filename_tmpl: str = 'epoch_{}.pth', save_optimizer: bool = True,
                         meta: Optional[Dict] = None, create_symlink: bool = True) -> str:
@@ -136,11 +205,11 @@ class CustomEpochBasedRunner(EpochBasedRunner):
         return content
 
     def resume(self, checkpoint: str, resume_optimizer: bool = True, map_location: str = 'cpu', allow_unsafe: bool = False,
-               iters_per_epoch: Optional[int] = None) -> Dict[str, Any]:
-        """Continue from a checkpoint: weights, optimizer, hooks' state, epoch.
+               loader: Optional[DataLoader] = None) -> Dict[str, Any]:
+        """Continue from a checkpoint: weights, optimizer, hooks' state, place in the epoch, random numbers.
 
-        The learning rate follows from the epoch by the schedule's rule. The iteration count is the epoch's start at this
-        run's ``iters_per_epoch``, so that another number of ranks or another batch size keeps the epoch progress.
+        The learning rate follows from the place by the schedule's rule. With another number of ranks or another batch size than
+        the ``loader``'s the epoch's progress in samples is kept, and what changes is said.
 
         Raises:
             CheckpointError: if the file is of another model, grid, or lacks what resuming needs.
@@ -154,8 +223,8 @@ class CustomEpochBasedRunner(EpochBasedRunner):
         state, _ = files.pick_weights(content, checkpoint, prefer='raw')
         files.check_same_run(model, content, state, checkpoint)
         files.load_weights(model, checkpoint, prefer='raw', complete=True, logger=self.logger, content=content)
-        self._epoch, self._iter = int(meta['epoch']), int(meta['iter'])
-        self._adapt_progress(meta, iters_per_epoch)
+        self._epoch, self._iter, self._begin = int(meta['epoch']), int(meta['iter']), int(meta.get('inner_iter') or 0)
+        self._adapt_progress(meta, loader)
         if resume_optimizer and self.optimizer is not None:
             self._load_optimizer(content, checkpoint)
         for key, hook in self.stateful.items():
@@ -163,21 +232,37 @@ class CustomEpochBasedRunner(EpochBasedRunner):
                 hook.load_state_dict(content[key])
             else:
                 self.logger.warning('%s has no "%s" state, it starts anew', checkpoint, key)
+        self.resumed_from, self._rank_states = checkpoint, content.get('rank_states')
+        if self._rank_states is not None:
+            rank_state.restore(self._rank_states, self.rank, self.world_size, model, self.stateful.get('ema_state_dict'))
         if self.meta is not None and meta.get('hook_msgs'):
             self.meta.setdefault('hook_msgs', {}).update(meta['hook_msgs'])
         self.logger.info('resumed epoch %d, iter %d', self.epoch, self.iter)
         return meta
 
-    def _adapt_progress(self, meta: Dict[str, Any], iters_per_epoch: Optional[int]) -> None:
+    def _adapt_progress(self, meta: Dict[str, Any], loader: Optional[DataLoader]) -> None:
         then = meta.get('world_size')
         if then is not None and then != self.world_size:
             self.logger.warning('the checkpoint was written by %s ranks, now there are %d: the effective batch size '
                                 'changes with it, the epoch is kept', then, self.world_size)
-        if iters_per_epoch and self._iter != self._epoch * iters_per_epoch:
-            self.logger.warning('an epoch has %d iterations now (%s before): iteration %d becomes %d, the start of epoch %d',
-                                iters_per_epoch, meta.get('iters_per_epoch', 'unknown'), self._iter,
-                                self._epoch * iters_per_epoch, self._epoch + 1)
-            self._iter = self._epoch * iters_per_epoch
+        if loader is None:
+            return
+        length, batch, done = len(loader), self._samples_per_step(loader), self._begin
+        batch_then = meta.get('samples_per_step') or batch
+        if done and (batch_then != batch or meta.get('iters_per_epoch') != length or then != self.world_size):
+            group = getattr(self.stateful.get('optimizer_hook'), 'cumulative_iters', 1)
+            self._begin = min(done * batch_then // batch, length)
+            self._begin -= self._begin % group if self._begin < length else 0
+            self.logger.warning('of epoch %d, %d iterations of %d samples were done: training goes on at iteration %d of %d with '
+                                '%d samples each (%d samples come again). Random numbers of the model start anew, BatchNorm '
+                                'statistics are the mean over the %s ranks of then', self._epoch + 1, done, batch_then,
+                                self._begin + 1, length, batch, max(0, done * batch_then - self._begin * batch), then)
+        begin = self._epoch * length + self._begin
+        if self._iter != begin:
+            self.logger.warning('an epoch has %d iterations now (%s before): iteration %d becomes %d%s', length,
+                                meta.get('iters_per_epoch', 'unknown'), self._iter, begin,
+                                '' if self._begin else f', the start of epoch {self._epoch + 1}')
+            self._iter = begin
 
     def _load_optimizer(self, content: Dict[str, Any], path: str) -> None:
         if 'optimizer' not in content:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from mmcv.runner import HOOKS, OPTIMIZERS, RUNNERS, build_optimizer
 from torch import nn
 
+from ..datasets.stream import end_workers
 from ..metrics import on_rank_zero
 from . import run_dir as run_dirs
 from .amp import AmpPlan, plan_amp
@@ -25,9 +26,11 @@ from .hooks import (
     EvaluationHook,
     GuardedOptimizerHook,
     SafeCheckpointHook,
+    TaskGradientHook,
     WeightAverageHook,
 )
 from .hooks.ema import AverageSteps
+from .hooks.guard import Guard
 from .hooks.logging import survive_full_disk
 from .hooks.optimizer import make_scaler
 from .launch import LOGGER_NAME, Launch, UserError, attach_rank_log, current
@@ -37,6 +40,7 @@ from .norm_layers import check_norm_layers, use_group_norm
 from .parallel import StepModel
 from .runner import CustomEpochBasedRunner
 from .seeding import agree_on_seed, derive, make_deterministic, seed_all
+from .stopping import StopSignals
 
 RUNNER_TYPES = ('CustomEpochBasedRunner', 'EpochBasedRunner')
 OUR_OPTIMIZER_HOOKS = (None, 'OptimizerHook', 'Fp16OptimizerHook', 'GradientCumulativeOptimizerHook',
@@ -59,11 +63,13 @@ class Options:
 
 @dataclass
 class Result:
-    """How a training run ended: its folder, the last metrics, and why the last checkpoint is not on the disk (None: it is)."""
+    """How a training run ended: its folder, the last metrics, why the last checkpoint is not on the disk (None: it is), and what
+    asked it to stop before the end (None: nothing)."""
 
     run_dir: str
     metrics: Dict[str, float]
     save_failed: Optional[str] = None
+    stopped: Optional[str] = None
 
 
 def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Optional[torch.device] = None) -> Result:
@@ -82,30 +88,6 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     launch = current()
     epochs = _max_epochs(cfg)
     check_settings(cfg)
-    resume = options.resume_from or cfg.get('resume_from') or ('auto' if cfg.get('auto_resume') else None)
-    folder = options.run_dir or cfg.get('run_dir') or cfg.get('work_dir') or run_dirs.default_run_dir(cfg)
-    resume, broken = _find_resume(resume, folder)
-    folder, stamp, moved = run_dirs.prepare(folder, cfg, resuming=bool(resume))
-    logger = make_logger(folder, stamp, launch, cfg.get('log_level'))
-    attach_rank_log(folder, stamp)
-    if launch.is_master:
-        clean_leftovers(folder)
-    for note in launch.notes:
-        logger.warning(note)
-    for path in broken:
-        logger.warning('%s does not read whole, an older checkpoint is used', path)
-    if moved:
-        logger.warning('%s held an earlier run: its files are in %s now', folder, moved)
-    if resume is None and (options.resume_from == 'auto' or cfg.get('auto_resume') or cfg.get('resume_from') == 'auto'):
-        logger.info('nothing to resume from in %s: training starts from the beginning', folder)
-
-    seed = agree_on_seed(_seed(cfg, resume, options))
-    if options.deterministic or cfg.get('deterministic'):
-        make_deterministic()
-    torch.backends.cudnn.benchmark = bool(cfg.get('cudnn_benchmark'))
-    seed_all(derive(seed, 0))  # the same on every rank, so that all build the same model
-    meta = run_dirs.build_meta(cfg, seed, launch.world_size)
-    _log_start(logger, cfg, meta, launch, device)
 
     loader = make_loader(cfg, cfg['data']['train'], seed, train=True)
     val = cfg['data'].get('val') if options.validate else None
@@ -135,17 +117,18 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     runner = make_runner(cfg, wrapped, optimizer, folder, stamp, logger, meta, epochs)
     register_hooks(runner, cfg, amp, seed, loader, val_loader, device)
     if resume:
-        before = runner.resume(resume, allow_unsafe=options.allow_unsafe_checkpoint, iters_per_epoch=len(loader))
+        before = runner.resume(resume, allow_unsafe=options.allow_unsafe_checkpoint, loader=loader)
         run_dirs.warn_about_origin(before, meta, resume, logger)
     _warn_about_warm_up(cfg, logger, epochs * len(loader))
     if runner.epoch >= epochs:
         logger.warning('the checkpoint is at epoch %d and max_epochs is %d: nothing is left to train', runner.epoch, epochs)
-    with running(model, cfg):
+    with running(model, cfg), StopSignals() as runner.signals:
         runner.run([loader], [('train', 1)])
-    failed = [runner.save_failed]
+    end_workers(loader), end_workers(val_loader)
+    ends = [runner.save_failed, runner.stopped and runner.stopped.why]
     if dist.is_initialized():
-        dist.broadcast_object_list(failed, src=0)
-    return Result(folder, getattr(runner, 'metrics', {}), failed[0])
+        dist.broadcast_object_list(ends, src=0)
+    return Result(folder, getattr(runner, 'metrics', {}), *ends)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -253,12 +236,12 @@ def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], t
         dataset = build_dataset(settings, **({} if train else {'test_mode': True}))
     samples = special.pop('samples_per_gpu', data['samples_per_gpu'] if train else 1)
     workers = special.pop('workers_per_gpu', data.get('workers_per_gpu', 0))
-    for name in ('persistent_workers', 'prefetch_factor', 'pin_memory'):
+    for name in ('persistent_workers', 'prefetch_factor', 'pin_memory', *(['unreadable'] if train else [])):
         if data.get(name) is not None:
-            special.setdefault(name, data[name])
+            special.setdefault(name, run_dirs.to_plain(data[name]))
     with building(key):
         return build_dataloader(dataset, samples, workers, shuffle=train, seed=seed, num_replicas=launch.world_size,
-                                rank=launch.rank, **special)
+                                rank=launch.rank, processes=launch.local_world_size, **special)
 
 
 def make_model(cfg: Mapping[str, Any]) -> nn.Module:
@@ -343,8 +326,9 @@ def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: 
         runner.register_lr_hook(_schedule(cfg.get('lr_config')))
     with building('momentum_config'):
         runner.register_momentum_hook(_schedule(cfg.get('momentum_config')))
+    guard = _make_guard(runner, cfg)
     with building('optimizer_config'):
-        _register_optimizer_hook(runner, cfg, amp, device)
+        _register_optimizer_hook(runner, cfg, amp, device, guard)
     ema = _register_ema(runner, cfg)
     runner.register_hook(BatchNormSyncHook(ema), priority='ABOVE_NORMAL')
     settings = run_dirs.to_plain(cfg.get('checkpoint_config'))
@@ -388,8 +372,17 @@ def _schedule(settings: Any) -> Any:
     return settings
 
 
-def _register_optimizer_hook(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: AmpPlan,
-                             device: torch.device) -> None:
+def _make_guard(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any]) -> Guard:
+    settings = run_dirs.to_plain(cfg.get('guard')) or {}
+    with building('guard', cfg, settings):
+        interval = settings.pop('task_gradients', None)
+        if interval is not None:
+            runner.register_hook(TaskGradientHook(interval), priority='HIGH')  # before the optimizer's hook frees the graph
+        return Guard(**settings)
+
+
+def _register_optimizer_hook(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: AmpPlan, device: torch.device,
+                             guard: Guard) -> None:
     settings = run_dirs.to_plain(cfg.get('optimizer_config')) or {}
     kind = settings.pop('type', None)
     if kind not in OUR_OPTIMIZER_HOOKS:
@@ -399,9 +392,10 @@ def _register_optimizer_hook(runner: CustomEpochBasedRunner, cfg: Mapping[str, A
         settings.pop(key, None)
     loss_scale = settings.pop('loss_scale', amp.loss_scale)
     scaler = make_scaler(loss_scale, device.type) if amp.dtype == torch.float16 else None
-    hook = GuardedOptimizerHook(scaler=scaler, **settings)
+    hook = GuardedOptimizerHook(scaler=scaler, guard=guard, **settings)
     runner.register_hook(hook, priority='ABOVE_NORMAL')
     runner.stateful['optimizer_hook'] = hook
+    runner.stateful['guard'] = guard
 
 
 def _register_ema(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any]) -> Optional[WeightAverageHook]:

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, Optional
 from mmcv.runner import HOOKS, Hook
 from mmcv.runner.hooks import LoggerHook
 
+from ...metrics import on_rank_zero
 from .checkpoint import BestKeeper
 
 
@@ -46,16 +47,36 @@ class EvaluationHook(Hook):
         runner.log_buffer.clear()
         runner.mode = 'train'
 
+    def before_run(self, runner: Any) -> None:
+        """Evaluate the last epoch of a run that was interrupted after its checkpoint, before its metrics."""
+        if runner.resumed_from is None or runner.begins_within or runner.epoch < 1:
+            return
+        runner._epoch -= 1  # the state is that of the epoch that ended
+        try:
+            if self._is_due(runner) and os.path.dirname(os.path.abspath(runner.resumed_from)) == runner.work_dir and on_rank_zero(
+                    lambda: not os.path.exists(_metrics_file(runner))):
+                runner.logger.info('epoch %d was not evaluated before the run was interrupted: that comes first',
+                                   runner.epoch + 1)
+                self._evaluate_and_keep(runner)
+        finally:
+            runner._epoch += 1
+
     def after_train_epoch(self, runner: Any) -> None:
+        if self._is_due(runner):
+            self._evaluate_and_keep(runner)
+
+    def _is_due(self, runner: Any) -> bool:
         epoch = runner.epoch + 1
         if self.start is not None and epoch < self.start:
-            return
-        if epoch % self.interval == 0 or self.is_last_epoch(runner):
-            metrics = self._evaluate(runner)
-            if runner.rank == 0:
-                self._write(runner, metrics)
-                if self.keeper is not None:
-                    self.keeper.update(runner, metrics, runner.work_dir)
+            return False
+        return epoch % self.interval == 0 or self.is_last_epoch(runner)
+
+    def _evaluate_and_keep(self, runner: Any) -> None:
+        metrics = self._evaluate(runner)
+        if runner.rank == 0:
+            self._write(runner, metrics)
+            if self.keeper is not None:
+                self.keeper.update(runner, metrics, runner.work_dir)
 
     def _evaluate(self, runner: Any) -> Dict[str, float]:
         begin = time.monotonic()
@@ -75,11 +96,14 @@ class EvaluationHook(Hook):
 
     def _write(self, runner: Any, metrics: Dict[str, float]) -> None:
         try:
-            folder = os.path.join(runner.work_dir, 'metrics')
-            os.makedirs(folder, exist_ok=True)
-            for path in (os.path.join(folder, f'epoch_{runner.epoch + 1}.json'), os.path.join(runner.work_dir, 'metrics.json')):
+            os.makedirs(os.path.dirname(_metrics_file(runner)), exist_ok=True)
+            for path in (_metrics_file(runner), os.path.join(runner.work_dir, 'metrics.json')):
                 with open(path, 'w') as stream:
                     json.dump(metrics, stream, indent=2)
                     stream.write('\n')
         except OSError as error:
             runner.logger.error('ALARM: cannot write the metrics: %s. Training goes on; they are in the log line', error)
+
+
+def _metrics_file(runner: Any) -> str:
+    return os.path.join(runner.work_dir, 'metrics', f'epoch_{runner.epoch + 1}.json')

@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 from collections import deque
-from typing import Any, Deque, Dict, List, Mapping, Optional
+from typing import Any, Deque, Dict, List, Mapping, Optional, Tuple
 
 import torch
 
@@ -13,7 +13,7 @@ from ...datasets.epoch_state import random_state, set_random_state
 from ...metrics import on_rank_zero
 from ..checkpoint import CheckpointError, CheckpointWriteError, list_checkpoints, read_checkpoint
 from ..diagnosis import Finding, trace
-from ..parallel import unpack_batch
+from ..parallel import sample_tokens, unpack_batch
 from ..rank_state import named_statistics
 from ..replay import write_batch
 
@@ -63,7 +63,7 @@ class Guard:
         self.spike = _spike_settings(spike)
         self.lr_scale, self.rollbacks, self.saved, self._in_spike = 1.0, 0, 0, False
         self._losses: Deque[float] = deque(maxlen=self.spike['window'] if self.spike else 1)
-        self._random: Optional[Dict[str, Any]] = None
+        self._steps: List[Tuple[Dict[str, Any], Any]] = []  # random numbers before each step of the group, and its batch
         self._own: List[torch.Tensor] = []
         self._kept: List[torch.Tensor] = []
 
@@ -72,11 +72,17 @@ class Guard:
         self._own = list(named_statistics(model).values())
         self._kept = [tensor.detach().clone() for tensor in self._own]
 
-    def before_step(self, begins_group: bool) -> None:
-        """Remember what the step changes beside the weights: BatchNorm statistics, random numbers."""
-        self._random = random_state(cuda=True)
-        if begins_group and self._own:
-            torch._foreach_copy_(self._kept, self._own)
+    def before_step(self, batch: Any, begins_group: bool) -> None:
+        """Remember what a step begins with beside the weights: BatchNorm statistics (of its group), random numbers, the batch."""
+        if begins_group:
+            self._steps.clear()
+            if self._own:
+                torch._foreach_copy_(self._kept, self._own)
+        self._steps.append((random_state(cuda=True), batch))
+
+    def after_group(self) -> None:
+        """Let go of the group's batches."""
+        self._steps.clear()
 
     def statistics_size(self) -> List[torch.Tensor]:
         """The largest value in the BatchNorm statistics as a scalar on the device ([] without such layers)."""
@@ -88,42 +94,49 @@ class Guard:
             torch._foreach_copy_(self._own, self._kept)
 
     # ---- it is explained -----------------------------------------------------------------------------------------------
-    def explain(self, runner: Any, place: str, tokens: List[str], thorough: bool) -> None:
+    def explain(self, runner: Any, place: str, losses: bool, thorough: bool) -> None:
         """Name what is not finite on this rank: losses, samples, module (to stderr and the rank's log file).
 
         Args:
-            thorough: compute the step once more with a look at every module, and keep the batch. All ranks must agree on it.
+            losses: whether the losses of the group's last step are to blame; otherwise it can be any step's gradient.
+            thorough: compute the steps once more with a look at every module, and keep the batch. All ranks must agree on it.
         """
         local = runner.outputs.get('local_values')
         values = [] if local is None else local.tolist()
         names = [n for n, v in zip(runner.outputs['log_names'], values, strict=False) if not math.isfinite(v) and n != 'loss']
-        own = any(not math.isfinite(v) for v in values)
-        finding = self._trace(runner, tokens) if thorough and hasattr(runner.model, 'losses_alone') else None
+        own = losses and any(not math.isfinite(v) for v in values)
+        finding, (random, batch) = None, self._steps[-1]
+        if thorough and hasattr(runner.model, 'losses_alone'):
+            for random, batch in self._steps[-1:] if losses else self._steps:
+                finding = self._trace(runner, random, batch)
+                if finding.found and not losses:
+                    break
         if not own and (finding is None or not finding.found):
             return
+        tokens = sample_tokens(batch)
         runner.logger.error('%s, rank %d: non-finite %s for samples %s%s', place, runner.rank,
                             ', '.join(names) or ('loss' if own else 'gradient'), tokens,
                             f': {finding.text()}' if finding is not None else '')
         if finding is not None and self.saved < self.save_batches:
-            self._save_batch(runner, finding, place, tokens)
+            self._save_batch(runner, finding, random, batch, place, tokens)
 
-    def _trace(self, runner: Any, tokens: List[str]) -> Finding:
-        model = runner.model.module
+    def _trace(self, runner: Any, random: Mapping[str, Any], batch: Any) -> Finding:
         now, after = random_state(cuda=True), [tensor.clone() for tensor in self._own]
-        set_random_state(self._random)
+        set_random_state(random)
         try:
-            return trace(model, lambda: runner.model.losses_alone(runner.data_batch),
-                         unpack_batch(runner.data_batch, torch.device('cpu')), tokens)
+            return trace(runner.model.module, lambda: runner.model.losses_alone(batch),
+                         unpack_batch(batch, torch.device('cpu')), sample_tokens(batch))
         finally:
             set_random_state(now)
             for tensor, value in zip(self._own, after):
                 tensor.copy_(value)
 
-    def _save_batch(self, runner: Any, finding: Finding, place: str, tokens: List[str]) -> None:
+    def _save_batch(self, runner: Any, finding: Finding, random: Mapping[str, Any], batch: Any, place: str,
+                    tokens: List[str]) -> None:
         path = os.path.join(runner.work_dir, 'bad_batches',
                             f'epoch_{runner.epoch + 1}_iter_{runner.inner_iter + 1}_rank_{runner.rank}.pth')
         try:
-            write_batch(path, runner.model, runner.data_batch, self._random, runner.meta or {}, finding, place, tokens)
+            write_batch(path, runner.model, batch, random, runner.meta or {}, finding, place, tokens)
             self.saved += 1
             runner.logger.error('the batch, the weights and the random numbers are in %s: see tools/replay.py', path)
         except (OSError, CheckpointWriteError) as error:

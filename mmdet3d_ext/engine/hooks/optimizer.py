@@ -8,8 +8,10 @@ from typing import Any, Dict, List, Mapping, Optional, Union
 import torch
 from mmcv.runner import HOOKS, Hook
 
+from ..parallel import sample_tokens
 from .guard import Guard
 
+THOROUGH = 3  # steps of a row of non-finite ones that are computed again to see where they go wrong
 SEARCH_FLOOR = 1.0  # a gradient that overflows at a loss scale of 1 is not the scaler's doing
 
 
@@ -88,7 +90,7 @@ class GuardedOptimizerHook(Hook):
 
     def before_train_iter(self, runner: Any) -> None:
         last, _ = self._group(runner)
-        self.guard.before_step(begins_group=runner.inner_iter % self.cumulative_iters == 0)
+        self.guard.before_step(runner.data_batch, begins_group=runner.inner_iter % self.cumulative_iters == 0)
         if not last and hasattr(runner.model, 'no_sync'):
             self._sync.enter_context(runner.model.no_sync())
 
@@ -125,7 +127,8 @@ class GuardedOptimizerHook(Hook):
             self.scaler.update()
         runner.optimizer.zero_grad(set_to_none=True)
         if what is not None and not self._bad:
-            self._explain(runner)
+            self._explain(runner, self.consecutive)
+        self.guard.after_group()
         self._bad, self._explained = [], False
         if self.consecutive >= self.guard.max_consecutive:
             self.guard.give_up(f'{_place(runner)}: {what}', self.consecutive)
@@ -136,13 +139,13 @@ class GuardedOptimizerHook(Hook):
         if all(math.isfinite(values[name]) for name in values if name == 'loss'):
             return
         self._bad += [name for name, value in values.items() if not math.isfinite(value) and name not in self._bad]
-        self._explain(runner)
+        self._explain(runner, self.consecutive + 1)
 
-    def _explain(self, runner: Any) -> None:
-        # The first of a row shows where it begins; the last before the end is the one that a replay should have.
-        thorough = not self._explained and self.consecutive in (0, 1, self.guard.max_consecutive - 1)
+    def _explain(self, runner: Any, row: int) -> None:
+        # The first of a row show where it begins; the last before the end is the one that a replay should have.
+        thorough = not self._explained and (row <= THOROUGH or row == self.guard.max_consecutive)
         self._explained = True
-        self.guard.explain(runner, _place(runner), sample_tokens(runner.data_batch), thorough)
+        self.guard.explain(runner, _place(runner), bool(self._bad), thorough)
 
     def _step(self, runner: Any, norm: float) -> None:
         if self.max_norm is not None and norm > self.max_norm:
@@ -213,12 +216,3 @@ def total_norm(grads: List[torch.Tensor], norm_type: float = 2.0) -> torch.Tenso
     norms = torch._foreach_norm(grads, norm_type)
     device = norms[0].device
     return torch.linalg.vector_norm(torch.stack([n.to(device, torch.float32) for n in norms]), norm_type)
-
-
-def sample_tokens(batch: Any) -> List[str]:
-    """Tokens (or indices) of the samples in a collated batch."""
-    metas = batch.get('metas') if isinstance(batch, Mapping) else None
-    metas = getattr(metas, 'data', metas)
-    if metas and isinstance(metas[0], (list, tuple)):
-        metas = [m for chunk in metas for m in chunk]
-    return [str(m.get('token', m.get('sample_idx', '?'))) for m in metas or [] if isinstance(m, Mapping)]

@@ -1,0 +1,197 @@
+"""Runs that are killed, asked to stop, or whose files are damaged, go on as if nothing had happened."""
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from faulty import CHANGES, DATA, content, finish, kill_points, run, same_state, screen, settings, start  # noqa: E402
+
+from mmdet3d_ext.engine.checkpoint import list_checkpoints  # noqa: E402
+
+EPOCHS = ('--max_epochs', 3)
+STEPS = 36  # 3 epochs of 12
+
+
+@pytest.fixture(scope='module')
+def alone(tmp_path_factory):
+    """Final checkpoints of runs that were left alone, by (ranks, workers)."""
+    done = {}
+
+    def of(world=1, workers=0):
+        if (world, workers) not in done:
+            folder = tmp_path_factory.mktemp(f'alone{world}{workers}')
+            assert run(folder, settings(folder, *EPOCHS, '--data.workers_per_gpu', workers), world=world) == [0] * world
+            done[world, workers] = content(folder)
+        return done[world, workers]
+
+    return of
+
+
+def names(folder):
+    return [os.path.basename(path) for _, path in list_checkpoints(str(folder / 'run'))]
+
+
+@pytest.mark.parametrize('step, when', kill_points(9, STEPS) + [(11, 'after_train_epoch'), (36, 'after_train_epoch'), (1, 'writing')])
+def test_sigkill_at_any_step(tmp_path, alone, fault_record, step, when):
+    kill = [{'type': 'FaultyKill', 'step': step, 'when': when, 'priority': 'LOWEST'}]
+    codes = run(tmp_path, settings(tmp_path, *EPOCHS, custom_hooks=kill))
+    assert codes == [-signal.SIGKILL] or when == 'after_train_epoch' and codes == [0]
+    assert run(tmp_path, settings(tmp_path, *EPOCHS), resume='auto') == [0]
+    assert same_state(content(tmp_path), alone())
+    assert not list((tmp_path / 'run').glob('*.tmp-*'))
+    fault_record(f'SIGKILL {"while a checkpoint is written" if when == "writing" else "at a random step"}',
+                 '--resume_from auto continues from the newest whole checkpoint; the final weights are bitwise those of a run '
+                 'left alone')
+
+
+def test_killed_again_and_again_and_each_time_with_other_workers(tmp_path, alone, fault_record):
+    for number, (step, when) in enumerate([(4, 'after_train_iter'), (9, 'writing'), (17, 'before_train_iter'),
+                                           (30, 'after_train_iter')]):
+        kill = [{'type': 'FaultyKill', 'step': step, 'when': when, 'priority': 'LOWEST'}]
+        config = settings(tmp_path, *EPOCHS, '--data.workers_per_gpu', number % 3, custom_hooks=kill)
+        assert run(tmp_path, config, resume='auto') == [-signal.SIGKILL]
+    assert run(tmp_path, settings(tmp_path, *EPOCHS), resume='auto') == [0]
+    assert same_state(content(tmp_path), alone())
+    assert same_state(alone(), alone(workers=2)), 'what a draw gives does not depend on the workers'
+    fault_record('SIGKILL four times, other numbers of workers', 'the final weights are bitwise those of a run left alone')
+
+
+def test_two_ranks_are_killed(tmp_path, alone, fault_record):
+    """Random numbers and BatchNorm statistics differ between ranks in the middle of an epoch."""
+    for step in (10, 22):
+        kill = [{'type': 'FaultyKill', 'step': step, 'priority': 'LOWEST'}]
+        config = settings(tmp_path, '--max_epochs', 6, custom_hooks=kill)
+        assert run(tmp_path, config, world=2, resume='auto') == [-signal.SIGKILL] * 2
+        states = content(tmp_path, names(tmp_path)[-1])['rank_states']
+        assert len(states) == 2 and not torch.equal(*(state['statistics']['trunk.1.running_mean'] for state in states))
+    assert run(tmp_path, settings(tmp_path, '--max_epochs', 6), world=2, resume='auto') == [0, 0]
+    other = tmp_path / 'alone'
+    assert run(other, settings(other, '--max_epochs', 6), world=2) == [0, 0]
+    assert same_state(content(tmp_path), content(other))
+    fault_record('SIGKILL of two ranks at random steps', 'resumed with every rank\'s random numbers and BatchNorm statistics; '
+                 'bitwise the same weights')
+
+
+def test_another_number_of_ranks_keeps_the_progress_and_says_so(tmp_path, fault_record):
+    kill = [{'type': 'FaultyKill', 'step': 10, 'priority': 'LOWEST'}]
+    assert run(tmp_path, settings(tmp_path, custom_hooks=kill), world=2) == [-signal.SIGKILL] * 2
+    assert names(tmp_path)[-1] == 'epoch_1_iter_4.pth'  # an epoch has 6 iterations, of 4 samples
+    assert run(tmp_path, settings(tmp_path), resume='auto') == [0]
+    text = screen(tmp_path)
+    assert 'the checkpoint was written by 2 ranks, now there are 1' in text
+    assert 'of epoch 2, 4 iterations of 4 samples were done: training goes on at iteration 9 of 12 with 2 samples each (0 samples ' \
+           'come again)' in text
+    assert 'iteration 10 becomes 20' in text
+    meta = content(tmp_path)['meta']
+    assert (meta['epoch'], meta['iter'], meta['world_size'], meta['iters_per_epoch']) == (2, 24, 1, 12)
+    fault_record('resumed with 1 rank instead of 2, within an epoch', 'goes on after the samples that were seen; says what changes: '
+                 'ranks, batch, iterations, random numbers')
+
+
+@pytest.mark.parametrize('signal_name, world', [('SIGTERM', 1), ('SIGUSR1', 2)])
+def test_a_signal_writes_a_checkpoint_and_ends_with_its_code(tmp_path, fault_record, signal_name, world):
+    hooks = [{'type': 'FaultySlow', 'seconds': 0.05, 'tell': str(tmp_path / 'running')}]
+    config = settings(tmp_path, '--checkpoint_config.every_iters', 'null', '--data.workers_per_gpu', 1, custom_hooks=hooks)
+    processes = start(tmp_path, config, world=world)
+    while not (tmp_path / 'running').exists() or int((tmp_path / 'running').read_text() or 0) < 3:
+        time.sleep(0.01)
+        assert all(process.is_alive() for process in processes), screen(tmp_path)
+    # Slurm signals every process of a step, loader workers as well; here only the last rank's group gets it
+    os.killpg(processes[-1].pid, getattr(signal, signal_name))
+    assert finish(processes) == [75] * world
+    (name,) = [name for name in names(tmp_path) if '_iter_' in name]
+    assert os.readlink(tmp_path / 'run' / 'latest.pth') == name
+    assert f'stopped after iteration {name.split("_")[3][:-4]} of epoch 1' in screen(tmp_path)
+    assert run(tmp_path, settings(tmp_path), world=world, resume='auto') == [0] * world
+    other = tmp_path / 'alone'
+    assert run(other, settings(other), world=world) == [0] * world
+    assert same_state(content(tmp_path), content(other))
+    fault_record(f'{signal_name} to {"the process group" if world == 1 else "one rank of two"}',
+                 'all ranks write a checkpoint after the same step and end with exit code 75; resumed: bitwise the same weights')
+
+
+@pytest.mark.parametrize('damage', ['cut', 'one bit', 'gone'])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, alone, fault_record, damage):
+    kill = [{'type': 'FaultyKill', 'step': 16, 'priority': 'LOWEST'}]
+    assert run(tmp_path, settings(tmp_path, *EPOCHS, custom_hooks=kill)) == [-signal.SIGKILL]
+    found = names(tmp_path)
+    assert found == ['epoch_1.pth', 'epoch_1_iter_4.pth']
+    newest = tmp_path / 'run' / found[-1]
+    raw = bytearray(newest.read_bytes())
+    if damage == 'cut':
+        newest.write_bytes(raw[:-200])
+    elif damage == 'one bit':
+        at = raw.find(content(tmp_path, newest.name)['state_dict']['trunk.0.weight'].numpy().tobytes())
+        raw[at + 5] ^= 1
+        newest.write_bytes(raw)
+    else:
+        newest.unlink()
+    assert run(tmp_path, settings(tmp_path, *EPOCHS), resume='auto') == [0]
+    assert ('does not read whole, an older checkpoint is used' in screen(tmp_path)) == (damage != 'gone')
+    assert same_state(content(tmp_path), alone())
+    fault_record(f'newest checkpoint: {damage}', 'resumed from the one before; bitwise the same weights', 'time since then')
+
+
+def test_the_disk_fills_up_within_an_epoch(tmp_path, alone, fault_record):
+    """No file may grow beyond a few bytes from step 2 of epoch 2 on, until step 9: training goes on and ends well."""
+    from mmcv.runner import HOOKS, Hook
+
+    said = []
+
+    @HOOKS.register_module(force=True)
+    class FaultyDisk(Hook):
+        def before_run(self, runner):
+            listener = logging.Handler()
+            listener.emit = lambda record: said.append(record.getMessage())
+            runner.logger.addHandler(listener)
+
+        def before_train_iter(self, runner):
+            if runner.iter in (14, 21):
+                hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+                resource.setrlimit(resource.RLIMIT_FSIZE, (50 if runner.iter == 14 else hard, hard))
+
+        def after_run(self, runner):
+            (tmp_path / 'said.txt').write_text('\n'.join(said))
+
+    config = settings(tmp_path, *EPOCHS, custom_hooks=[{'type': 'FaultyDisk'}])
+    assert run(tmp_path, config, prepare=lambda rank: signal.signal(signal.SIGXFSZ, signal.SIG_IGN)) == [0]
+    alarms = [line for line in (tmp_path / 'said.txt').read_text().splitlines() if line.startswith('ALARM: cannot write')]
+    assert len(alarms) == 2 and 'epoch_1_iter_4.pth: File too large' in alarms[0] and 'epoch_1_iter_6.pth' in alarms[1]
+    assert all('the newest checkpoint is' in line and 'epoch_1.pth' in line for line in alarms)
+    assert same_state(content(tmp_path), alone()) and names(tmp_path) == ['epoch_2.pth', 'epoch_3.pth']
+    fault_record('disk full for a while', 'an ALARM line per checkpoint that could not be written; training goes on, later ones '
+                 'are written', 'nothing while the run lives')
+
+
+def test_killed_between_checkpoint_and_evaluation(tmp_path, alone, fault_record):
+    import json
+
+    from engine_toy import ToyEvaluator
+
+    def prepare(rank):
+        ToyEvaluator.compute = lambda self: os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run(tmp_path, settings(tmp_path, *EPOCHS), prepare=prepare) == [-signal.SIGKILL]
+    assert names(tmp_path) == ['epoch_1.pth']
+    assert run(tmp_path, settings(tmp_path, *EPOCHS), resume='auto') == [0]
+    assert 'epoch 1 was not evaluated before the run was interrupted' in screen(tmp_path)
+    scores = [json.loads((tmp_path / 'run' / 'metrics' / f'epoch_{epoch}.json').read_text()) for epoch in (1, 2, 3)]
+    assert all(score['toy/count'] == 5 for score in scores) and same_state(content(tmp_path), alone())
+    fault_record('SIGKILL during the evaluation of an epoch', 'the resumed run evaluates that epoch first')
+
+
+def test_only_a_bounded_number_of_files_is_kept(tmp_path):
+    assert run(tmp_path, settings(tmp_path, '--max_epochs', 4, '--checkpoint_config.every_iters', 1)) == [0]
+    assert names(tmp_path) == ['epoch_3.pth', 'epoch_4.pth']
+    kill = [{'type': 'FaultyKill', 'step': 20, 'priority': 'LOWEST'}]
+    other = tmp_path / 'killed'
+    config = settings(other, checkpoint_config={**CHANGES['checkpoint_config'], 'every_iters': 1}, custom_hooks=kill, data=DATA)
+    assert run(other, config) == [-signal.SIGKILL]
+    assert names(other) == ['epoch_1.pth', 'epoch_1_iter_6.pth', 'epoch_1_iter_8.pth']  # groups of two steps are not split

@@ -88,6 +88,30 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     launch = current()
     epochs = _max_epochs(cfg)
     check_settings(cfg)
+    resume = options.resume_from or cfg.get('resume_from') or ('auto' if cfg.get('auto_resume') else None)
+    folder = options.run_dir or cfg.get('run_dir') or cfg.get('work_dir') or run_dirs.default_run_dir(cfg)
+    resume, broken = _find_resume(resume, folder)
+    folder, stamp, moved = run_dirs.prepare(folder, cfg, resuming=bool(resume))
+    logger = make_logger(folder, stamp, launch, cfg.get('log_level'))
+    attach_rank_log(folder, stamp)
+    if launch.is_master:
+        clean_leftovers(folder)
+    for note in launch.notes:
+        logger.warning(note)
+    for path in broken:
+        logger.warning('%s does not read whole, an older checkpoint is used', path)
+    if moved:
+        logger.warning('%s held an earlier run: its files are in %s now', folder, moved)
+    if resume is None and (options.resume_from == 'auto' or cfg.get('auto_resume') or cfg.get('resume_from') == 'auto'):
+        logger.info('nothing to resume from in %s: training starts from the beginning', folder)
+
+    seed = agree_on_seed(_seed(cfg, resume, options))
+    if options.deterministic or cfg.get('deterministic'):
+        make_deterministic()
+    torch.backends.cudnn.benchmark = bool(cfg.get('cudnn_benchmark'))
+    seed_all(derive(seed, 0))  # the same on every rank, so that all build the same model
+    meta = run_dirs.build_meta(cfg, seed, launch.world_size)
+    _log_start(logger, cfg, meta, launch, device)
 
     loader = make_loader(cfg, cfg['data']['train'], seed, train=True)
     val = cfg['data'].get('val') if options.validate else None

@@ -209,21 +209,23 @@ def run(names: Sequence[str], arguments: argparse.Namespace, device: torch.devic
         if device.type == 'cuda':
             torch.cuda.empty_cache()
         print(f'{name}: {"; ".join(rows[name]["problems"]) or "ok"} ({time.monotonic() - start:.1f} s)', flush=True)
+        if arguments.out:  # a run that is cut off keeps what it has
+            arguments.out.write_text(table(rows, arguments, device))
     return rows
 
 
 def table(rows: Dict[str, Dict[str, Any]], arguments: argparse.Namespace, device: torch.device) -> str:
     where = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'
-    words = ' '.join(sys.argv[1:])
     size = 'Small images and ranges' if arguments.small else 'Full size'
     failed = sum(bool(row['problems']) for row in rows.values())
+    command = ' '.join(['python benchmarks/full_size_sweep.py', *arguments.words])
     lines = [
         '# Every shipped configuration: forward, backward, step, prediction', '',
-        f'`python benchmarks/full_size_sweep.py {words}`, {where}, torch {torch.__version__}, {datetime.date.today()}', '',
+        f'`{command}`, {where}, torch {torch.__version__}, {datetime.date.today()}', '',
         f'{size}, batches made in memory ({arguments.points} LiDAR points per sample). Loss and gradients: one float32 step from the '
         'initial weights; every trainable parameter must get a finite gradient that is not all zero. Step: forward, backward, '
-        'clipping and optimizer in the recipe\'s precision, without data loading. Prediction: the whole batch in float32. Median '
-        f'of {arguments.steps}. Memory: peak of the allocator.', '',
+        'clipping and optimizer in the recipe\'s precision, without data loading. Prediction: the whole batch in float32 (cuDNN may '
+        f'use TF32). Median of {arguments.steps}. Memory: peak of the allocator.', '',
         f'{len(rows) - failed} of {len(rows)} configurations pass.', '',
         '| configuration | samples | M parameters | loss | GiB, float32 | precision | ms, step | GiB | ms, prediction | result |',
         '|---|---|---|---|---|---|---|---|---|---|']
@@ -246,18 +248,19 @@ def main(argv=None) -> int:
     parser.add_argument('--small', action='store_true', help='small images and ranges')
     parser.add_argument('--device', help='cuda or cpu (default: a GPU if there is one)')
     parser.add_argument('--out', type=Path, help='write the table there')
-    arguments, arguments.overrides = parser.parse_known_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments, arguments.overrides = parser.parse_known_args(words)
+    at = words.index('--out') if '--out' in words else len(words)
+    arguments.words = words[:at] + words[at + 2:]
     arguments.points = arguments.points or (4000 if arguments.small else REAL_POINTS)
     device = torch.device(arguments.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     names = [name for name in shipped() if any(text in name for text in arguments.only)]
     if not names:
         parser.error(f'--only {" ".join(arguments.only)}: no configuration; there are {", ".join(shipped())}')
-    rows = run(names, arguments, device)
-    text = table(rows, arguments, device)
-    print(text)
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(text)
+    rows = run(names, arguments, device)
+    print(table(rows, arguments, device))
     return 1 if any(row['problems'] for row in rows.values()) else 0
 
 

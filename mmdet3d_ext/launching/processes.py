@@ -1,0 +1,97 @@
+"""Finding and signalling the processes of one run, and only those."""
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Callable, Iterable, List, Optional
+
+RUN_VARIABLE = 'MMDET3D_EXT_RUN'  # in the environment of every process of a run; its value belongs to one start of one run
+
+
+def of_run(token: str) -> List[int]:
+    """Ids of the living processes that were started with ``MMDET3D_EXT_RUN=token``: launcher, ranks, loader workers.
+
+    An id alone may belong to another process by now, and launchers put their children into sessions of their own; the
+    environment that a process was started with tells both apart.
+    """
+    wanted = f'{RUN_VARIABLE}={token}'.encode()
+    found = []
+    for entry in Path('/proc').iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if wanted in (entry / 'environ').read_bytes().split(b'\0') and alive(int(entry.name)):
+                found.append(int(entry.name))
+        except OSError:  # ended meanwhile, or somebody else's
+            continue
+    return sorted(found)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be collected does not."""
+    try:
+        fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+    except OSError:
+        return False
+    return bool(fields) and fields[0] not in 'ZX'
+
+
+def send(pids: Iterable[int], number: int) -> None:
+    """Signal processes; one that has ended meanwhile is passed over."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            pass
+
+
+def kill_run(token: str, patience: float = 10.0) -> List[int]:
+    """SIGKILL every process of a run, again until none is left; returns those that stay (waiting in the kernel)."""
+    end = time.monotonic() + patience
+    left = of_run(token)
+    while left and time.monotonic() < end:
+        send(left, signal.SIGKILL)
+        time.sleep(0.1)
+        left = of_run(token)
+    return left
+
+
+def wait_until(done: Callable[[], bool], seconds: float, interval: float = 0.1) -> bool:
+    """Whether ``done()`` became true within ``seconds``."""
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(interval)
+    return True
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f'signal {number}'
+
+
+def tail(path: str, lines: int = 15, most: int = 16384) -> str:
+    """The last lines of a file, without the progress bars that were drawn over each other."""
+    try:
+        with open(path, 'rb') as stream:
+            size = os.fstat(stream.fileno()).st_size
+            stream.seek(max(0, size - most))
+            text = stream.read().decode('utf-8', errors='replace')
+    except OSError:
+        return ''
+    kept = [line.rsplit('\r', 1)[-1].rstrip() for line in text.replace('\r\n', '\n').split('\n')]
+    return '\n'.join([line for line in kept if line][-lines:])
+
+
+def newest_checkpoint(folder: str) -> Optional[str]:
+    """Path of the checkpoint that was written last, whether or not it reads whole (the trainer tells that)."""
+    found = [path for path in Path(folder).glob('*.pth') if not path.is_symlink()]
+    try:
+        return str(max(found, key=lambda path: path.stat().st_mtime)) if found else None
+    except OSError:
+        return None

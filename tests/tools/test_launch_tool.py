@@ -1,0 +1,191 @@
+"""``tools/launch.py`` and the classic scripts: checks first, environment, launchers, GPUs, mistakes."""
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from testing import REPO
+
+from mmdet3d_ext.launching import gpus, launchers, processes, state, supervisor
+from mmdet3d_ext.launching.gpus import Gpu
+
+TOOL = [sys.executable, str(REPO / 'tools' / 'launch.py')]
+TRAINER = str(REPO / 'tests' / 'faults' / 'toy_trainer.py')
+
+
+def run_tool(*words, env=None, cwd=None):
+    return subprocess.run([*TOOL, *map(str, words)], capture_output=True, text=True, timeout=100, env=env, cwd=cwd)
+
+
+def program(path, text):
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / 'toy.json'
+    path.write_text(json.dumps({'steps': 3}))
+    return path
+
+
+# ---- environment -------------------------------------------------------------------------------------------------------
+
+def test_exports_put_torchs_libraries_first_and_keep_what_is_there():
+    found = launchers.exports(2, '0,1', {'PATH': '/bin', 'LD_LIBRARY_PATH': '/opt/x:/opt/y', 'NCCL_DEBUG': 'INFO', 'HOME': '/root'})
+    libraries = found['LD_LIBRARY_PATH'].split(':')
+    assert libraries[0].endswith('torch/lib') and libraries[1:] == ['/opt/x', '/opt/y']
+    assert found['PATH'].split(':') == [str(Path(sys.executable).parent), '/bin'] and found['CUDA_VISIBLE_DEVICES'] == '0,1'
+    assert found['PYTHONPATH'] == str(REPO) and found['NCCL_DEBUG'] == 'INFO' and 'HOME' not in found
+    assert launchers.exports(1, '', {})['CUDA_VISIBLE_DEVICES'] == ''  # no GPU is something else than any GPU
+    again = launchers.exports(2, '0,1', {'PATH': found['PATH'], 'LD_LIBRARY_PATH': found['LD_LIBRARY_PATH'], 'PYTHONPATH': str(REPO)})
+    assert all(again[name] == found[name] for name in ('PATH', 'LD_LIBRARY_PATH', 'PYTHONPATH'))
+
+
+@pytest.mark.parametrize('kind', ['torchpack', 'torchrun', 'python'])
+def test_ranks_get_the_exports_from_every_launcher(config, tmp_path, kind):
+    env = dict(os.environ, LD_LIBRARY_PATH='/opt/cuda/lib64', OMPI_COMM_WORLD_RANK='7', RANK='5', WORLD_SIZE='9')
+    ranks = 1 if kind == 'python' else 2
+    done = run_tool('start', config, '-n', ranks, '--run-dir', tmp_path / 'run', '--script', TRAINER, '--skip-checks', '--foreground',
+                    '--launcher', 'auto' if kind == 'python' else kind, env=env)
+    assert done.returncode == 0 and f'launcher: {kind}' in done.stdout, done
+    for rank in range(ranks):
+        seen = json.loads((tmp_path / 'run' / f'seen_{rank}.json').read_text())
+        assert seen['LD_LIBRARY_PATH'].split(':')[0].endswith('torch/lib') and seen['LD_LIBRARY_PATH'].endswith(':/opt/cuda/lib64')
+        assert seen['PATH'].split(':')[0] == str(Path(sys.executable).parent) and seen['PYTHONUNBUFFERED'] == '1'
+        assert seen.get('WORLD_SIZE') in (None, str(ranks))
+    for line in ('LD_LIBRARY_PATH=', 'PYTHONPATH=', 'OMP_NUM_THREADS='):
+        assert line in done.stdout
+
+
+def test_a_launcher_that_loses_library_paths_is_made_up_for(tmp_path):
+    """The rank process sets what is exported once more, and writes down what had not arrived."""
+    plan = launchers.write_plan(str(tmp_path), [sys.executable, '-c', 'import os; print(os.environ["LD_LIBRARY_PATH"])'],
+                                {'LD_LIBRARY_PATH': '/right', 'LANG': 'C'}, 1, [0])
+    done = subprocess.run([sys.executable, '-I', launchers.RANK_PROCESS], capture_output=True, text=True,
+                          env={'LD_LIBRARY_PATH': '/lost', 'LANG': 'C', 'RANK': '0', launchers.PLAN_VARIABLE: plan})
+    assert done.returncode == 0 and done.stdout == '/right\n'
+    assert state.records(str(tmp_path), 1)[0]['corrected'] == ['LD_LIBRARY_PATH']
+
+
+@pytest.mark.parametrize('folder', ['plain', "with space's"])
+def test_every_word_arrives_as_it_was_typed(tmp_path, folder):
+    """torchpack's own wrapper would split these words at blanks and take their quotes away."""
+    trainer = tmp_path / 'trainer.py'
+    trainer.write_text('import json, os, sys\nopen(sys.argv[3] + "/words.json", "w").write(json.dumps(sys.argv))\n')
+    words = ['--voxel_size', '[0.1, 0.1, 0.2]', '--optimizer', "{type: AdamW, note: 'a b'}", '--x', '$HOME;ls "*"', 'max_epochs=3']
+    (tmp_path / folder).mkdir()
+    done = run_tool('start', 'c.yaml', '-n', 2, '--run-dir', tmp_path / folder, '--script', trainer, '--skip-checks', '--foreground',
+                    *words)
+    assert done.returncode == 0, done
+    assert json.loads((tmp_path / folder / 'words.json').read_text())[4:] == words
+
+
+# ---- launchers ---------------------------------------------------------------------------------------------------------
+
+def test_torchrun_is_taken_where_mpirun_is_missing_or_broken(tmp_path):
+    given = {'PATH': '/usr/bin:/bin'}
+    found = launchers.choose(2, 'auto', given)
+    assert found.kind == 'torchrun' and 'there is no mpirun' in found.why
+    program(tmp_path / 'mpirun', '#!/bin/sh\necho "mpirun: error while loading shared libraries: libmpi.so.40" >&2\nexit 127\n')
+    found = launchers.choose(2, 'auto', {'PATH': f'{tmp_path}:/usr/bin:/bin'})
+    assert found.kind == 'torchrun' and 'libmpi.so.40' in found.why
+    with pytest.raises(state.LaunchToolError, match='libmpi.so.40'):
+        launchers.choose(2, 'torchpack', {'PATH': f'{tmp_path}:/usr/bin:/bin'})
+
+
+def test_an_mpirun_that_starts_too_few_is_noticed(tmp_path):
+    program(tmp_path / 'mpirun', '#!/bin/bash\nwhile [ "$1" != "--allow-run-as-root" ]; do shift; done\nexit 0\n')
+    problem = launchers.try_out('torchpack', 2, {'PATH': f'{tmp_path}:/usr/bin:/bin'})
+    assert problem is not None and '0 of 2 processes started' in problem
+
+
+def test_one_process_needs_no_launcher():
+    assert launchers.choose(1, 'auto', {}).kind == 'python'
+
+
+def test_several_machines_are_torchruns(config, tmp_path):
+    env = dict(os.environ, NNODES='2', NODE_RANK='1', MASTER_ADDR='node0', PORT='29511')
+    done = run_tool('start', config, '-n', 2, '--run-dir', tmp_path / 'run', '--skip-checks', '--dry-run', env=env)
+    assert done.returncode == 0 and '--nnodes 2 --node_rank 1 --master_addr node0 --master_port 29511' in done.stdout
+    done = run_tool('start', config, '-n', 2, '--run-dir', tmp_path / 'run', '--skip-checks', '--launcher', 'torchpack', env=env)
+    assert done.returncode == 2 and 'torchrun' in done.stderr
+
+
+# ---- GPUs --------------------------------------------------------------------------------------------------------------
+
+FOUR = [Gpu(0, 14000, 32000, 'V100'), Gpu(1, 3, 32000, 'V100'), Gpu(2, 0, 32000, 'V100'), Gpu(3, 600, 32000, 'V100')]
+
+
+@pytest.mark.parametrize('ranks, wanted, env, machine, value', [
+    (2, None, {}, FOUR, '1,2'), (2, '0,3', {}, FOUR, '0,3'), (4, None, {'CUDA_VISIBLE_DEVICES': '4,5'}, FOUR, '4,5'),
+    (2, None, {}, [], None), (2, '', {}, FOUR, '')])
+def test_which_gpus(ranks, wanted, env, machine, value):
+    chosen, words = gpus.choose(ranks, wanted, env, machine)
+    assert chosen == value and words
+    if wanted == '0,3':
+        assert 'in use already: 0 (14000 MiB), 3 (600 MiB)' in words
+
+
+@pytest.mark.parametrize('ranks, wanted, words', [(3, None, '4, 2 free, in use: 0 (14000 of 32000 MiB used)'),
+                                                  (2, '1', '2 processes need 2 GPUs, 1 given'), (1, '9', 'no GPU 9; it has 0, 1, 2, 3')])
+def test_too_few_gpus(ranks, wanted, words):
+    with pytest.raises(state.LaunchToolError) as error:
+        gpus.choose(ranks, wanted, {}, FOUR)
+    assert words in str(error.value)
+
+
+def test_the_driver_is_asked(tmp_path, monkeypatch):
+    program(tmp_path / 'nvidia-smi', '#!/bin/sh\nprintf "0, 12, 143771, NVIDIA H200\\n1, 900, 143771, NVIDIA H200\\n[N/A]\\n"\n')
+    monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+    assert gpus.on_machine() == [Gpu(0, 12, 143771, 'NVIDIA H200'), Gpu(1, 900, 143771, 'NVIDIA H200')]
+    program(tmp_path / 'nvidia-smi', '#!/bin/sh\necho "NVIDIA-SMI has failed"; exit 9\n')
+    assert gpus.on_machine() == []
+
+
+# ---- words -------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('words, text', [
+    (['start', '-n', '2', 'c.yaml'], 'the configuration comes first'), (['start', 'c.yaml', '-n', '0'], '-n must be at least 1'),
+    (['stop', 'nowhere'], 'was not started by tools/launch.py'), (['status', 'nowhere'], 'no run here'),
+    (['stop', 'a', '--frobnicate'], 'unknown words'), (['start', 'c.yaml', '--seed', 'abc', '--skip-checks'], '--seed')])
+def test_mistakes(tmp_path, words, text):
+    done = run_tool(*words, cwd=tmp_path)
+    assert done.returncode == 2 and text in done.stderr and 'Traceback' not in done.stderr, done
+
+
+def test_status_of_all_runs(tmp_path, config):
+    for name in ('a', 'b'):
+        assert run_tool('start', config, '--run-dir', f'runs/{name}', '--script', TRAINER, '--skip-checks', '--foreground',
+                        cwd=tmp_path).returncode == 0
+    done = run_tool('status', cwd=tmp_path)
+    assert done.returncode == 0 and [line.split()[1] for line in done.stdout.splitlines()] == ['finished:', 'finished:']
+    done = run_tool('status', 'runs/a', '--json', cwd=tmp_path)
+    assert json.loads(done.stdout)['phase'] == 'finished'
+
+
+def test_the_tool_works_where_torch_does_not(tmp_path, config):
+    (tmp_path / 'broken').mkdir()
+    (tmp_path / 'broken' / 'torch.py').write_text('raise ImportError("libtorch_cuda_cu.so")')
+    done = run_tool('start', config, '--run-dir', tmp_path / 'run', '--script', TRAINER, '--skip-checks', '--foreground',
+                    env=dict(os.environ, PYTHONPATH=str(tmp_path / 'broken')))
+    assert done.returncode == 0, done
+
+
+@pytest.mark.parametrize('code, text', [(1, 'ended with exit code 1'), (-9, 'SIGKILL (out of memory?'), (-7, 'SIGBUS (/dev/shm full?)'),
+                                        (-250, 'signal 250')])
+def test_how_a_rank_ended_in_words(code, text):
+    assert text in supervisor.ending(code)
+
+
+def test_the_last_error_of_a_log(tmp_path):
+    path = tmp_path / 'log'
+    path.write_bytes(b'10%|#\r20%|##\r100%|###\n[rank 1] Traceback (most recent call last):\n[rank 1] torch.OutOfMemoryError: CUDA out\n'
+                     b'mpirun detected that\n')
+    assert supervisor.last_error(str(path)) == '[rank 1] torch.OutOfMemoryError: CUDA out'
+    assert processes.tail(str(path), 4).split('\n')[0] == '100%|###'
+    assert supervisor.last_error(str(tmp_path / 'none')) == ''

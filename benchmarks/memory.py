@@ -6,6 +6,7 @@ memory.md and memory.json.
 
     python benchmarks/memory.py --out docs/benchmarks               # all rows, under five minutes on an H200
     python benchmarks/memory.py --rows "stage 2" --iterations 10    # rows whose name holds this
+    python benchmarks/memory.py --again docs/benchmarks/memory.json # predict anew beside what was measured then; needs no GPU
     python benchmarks/memory.py --device cpu --tiny --out out       # the machinery on a CPU, with a tiny model; no memory figures
 """
 from __future__ import annotations
@@ -261,11 +262,11 @@ def predict(item: Dict[str, Any]) -> Dict[str, Any]:
 
 # ---- the report ----------------------------------------------------------------------------------------------------------
 
-def report(rows: List[Dict[str, Any]], device: str, command: str, cap: float) -> str:
-    """Markdown from rows that hold ``measured`` and ``predicted``."""
-    import torch
-    lines = ['# GPU memory of training: measured and predicted', '', f'`{command}`', '',
-             f'{device}, torch {torch.__version__}, {datetime.date.today()}; process capped at {cap} GiB', '',
+def report(content: Dict[str, Any]) -> str:
+    """Markdown from what memory.json holds: rows with ``measured`` and ``predicted``, and where they come from."""
+    rows = content['rows']
+    lines = ['# GPU memory of training: measured and predicted', '', f'`{content["command"]}`', '',
+             f'{content["device"]}, torch {content["torch"]}, {content["date"]}; process capped at {content["cap_gib"]} GiB', '',
              'Measured is `torch.cuda.max_memory_allocated` over steps in the steady state (optimizer state in place), predicted what '
              '`tools/plan_memory.py` says without a GPU, with the voxel counts that it assumes. Random images and map labels, a real LiDAR '
              'cloud where there is one. fp32: with TF32 in convolutions, torch\'s default.', '',
@@ -346,6 +347,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--cap', type=float, default=CAP_GIB, help='GiB that the process may take (default: a V100 of 32 GB)')
     parser.add_argument('--iterations', type=int, default=6, help='timed steps per row, after three others')
     parser.add_argument('--planners', type=int, default=max(1, min(6, (os.cpu_count() or 1) // 2)), help='processes that predict')
+    parser.add_argument('--again', type=Path, metavar='JSON', help='keep the measurements of this file, predict anew')
     parser.add_argument('--tiny', action='store_true', help='rows of a tiny model, to try this program')
     parser.add_argument('--worker', nargs=2, help=argparse.SUPPRESS)
     words = sys.argv[1:] if argv is None else argv
@@ -353,24 +355,30 @@ def main(argv: Optional[List[str]] = None) -> int:
     if arguments.worker:
         worker(*arguments.worker, arguments.device, arguments.cap, arguments.iterations)
         return 0
-    rows = [item for item in (TINY_ROWS if arguments.tiny else ROWS) if arguments.rows in label(item)]
+    if arguments.again and arguments.rows:
+        parser.error('--again takes all rows of its file')
+    earlier = json.loads(arguments.again.read_text()) if arguments.again else None
+    rows = earlier['rows'] if earlier else TINY_ROWS if arguments.tiny else ROWS
+    rows = [item for item in rows if arguments.rows in label(item)]
     if not rows:
         parser.error(f'--rows {arguments.rows!r} is in no name among {sorted({label(item) for item in ROWS})}')
     begin = time.monotonic()
     with concurrent.futures.ProcessPoolExecutor(arguments.planners, multiprocessing.get_context('spawn')) as pool:
         planned = [pool.submit(predict, item) for item in rows]
-        measured = measure_all(rows, arguments)
+        measured = {} if earlier else measure_all(rows, arguments)
         for number, (item, future) in enumerate(zip(rows, planned)):
-            item.update(measured=measured[number], predicted=future.result())
-    import torch
-    device = torch.cuda.get_device_name() if arguments.device.startswith('cuda') else 'CPU'
-    command = 'python benchmarks/memory.py ' + shlex.join(words)
-    text = report(rows, device, command.strip(), arguments.cap)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / 'memory.md').write_text(text)
-    content = dict(command=command.strip(), device=device, torch=torch.__version__, date=str(datetime.date.today()),
-                   cap_gib=arguments.cap, rows=rows)
-    (arguments.out / 'memory.json').write_text(json.dumps(content, indent=1) + '\n')
+            item.update(measured=item['measured'] if earlier else measured[number], predicted=future.result())
+    content = earlier and dict(earlier, rows=rows)
+    if content is None:
+        import torch
+        device = torch.cuda.get_device_name() if arguments.device.startswith('cuda') else 'CPU'
+        content = dict(command=f'python benchmarks/memory.py {shlex.join(words)}'.strip(), device=device, torch=torch.__version__,
+                       date=str(datetime.date.today()), cap_gib=arguments.cap, rows=rows)
+    text = report(content)
+    out = arguments.again.parent if earlier else arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    (out / 'memory.md').write_text(text)
+    (out / 'memory.json').write_text(json.dumps(content, indent=1) + '\n')
     print(text + f'\n{time.monotonic() - begin:.0f} s')
     return 0
 

@@ -32,17 +32,15 @@ _KEY = 'AutocastCPU'
 def conv_workspace(func: Any, args: tuple, result: Any) -> int:
     """Bytes that a convolution on a GPU holds beside its operands while it runs.
 
-    cuDNN computes half-precision convolutions on channels-last data. Operands in the usual order are converted first, into its
-    workspace: the input, the result and the kernel once more each. Float32 kernels read them as they are. An
-    assumption, checked against measurements by ``benchmarks/memory.py``.
+    Tensor cores (half precision, and float32 as TF32) work on channels-last data. cuDNN converts operands in the usual order
+    first, into its workspace: the input, the result and the kernel once more each. An assumption, checked against
+    measurements by ``benchmarks/memory.py``.
     """
     if func is aten.convolution.default:
         operands = [args[0], args[1], result]
     elif func is aten.convolution_backward.default:
         operands = [args[0], args[1], args[2]]
     else:
-        return 0
-    if operands[0].dtype not in HALF:
         return 0
     return sum(size_of(t) for t in operands if t.dim() == 4 and not t.is_contiguous(memory_format=torch.channels_last))
 

@@ -36,5 +36,8 @@ def _static(cfg: Mapping[str, Any]) -> List[str]:
     plan = MemoryPlan(int(cfg['data']['samples_per_gpu']), 'fp32' if not (cfg.get('amp') or cfg.get('fp16')) else 'fp16', 1, 1, {}, '',
                       '', '', 0)
     found = [f'  {switch.words}    {switch.name}' for switch in switches(cfg, plan)]
-    return [*found, '  --image_size "[H, W]"    smaller images (changes the model)',
-            '  --bev.labels.cells N    a coarser map (changes the model)', '  --optimizer.type SGD    no second moments (changes training)']
+    if cfg.get('image_size'):
+        found.append('  --image_size "[H, W]"    smaller images (another model)')
+    if cfg.get('bev'):
+        found.append('  --bev.labels.cells N    a coarser map (another model)')
+    return [*found, '  --optimizer.type SGD    no second moments (another training)']

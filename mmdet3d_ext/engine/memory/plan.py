@@ -7,7 +7,6 @@ in the steady state, with the optimizer's state in place.
 from __future__ import annotations
 
 import contextlib
-import copy
 import gc
 import logging
 from dataclasses import dataclass, field
@@ -23,13 +22,14 @@ from torch._subclasses.fake_tensor import (
 )
 
 from ...datasets.synthetic.batch import REAL_POINTS, random_batch
+from ...models.builder import build_model
 from ..amp import plan_amp
-from ..building import running
+from ..building import building, running
 from ..hooks.optimizer import _gradients, total_norm
 from ..launch import UserError
 from ..parallel import autocast, sum_losses
 from ..run_dir import to_plain
-from ..train import make_model, make_optimizer
+from ..train import make_optimizer
 from .as_cuda import conv_workspace, cuda_rules
 from .stand_ins import Voxels, stand_ins
 from .tracker import Key, StorageTracker
@@ -155,7 +155,8 @@ def make_plan(cfg: Mapping[str, Any], samples: Optional[int] = None, precision: 
     precision = read_precision(cfg, precision)
     settings = to_plain(cfg)
     batch = random_batch(settings, samples, CPU, points=points)
-    model = make_model(_without_files(settings))
+    with building('model', cfg, settings['model']):
+        model = build_model(settings['model'], cfg.get('compat'))  # without init_weights: a plan needs no values and no files
     model.train()
     counts = Voxels(voxels)
     try:
@@ -167,16 +168,6 @@ def make_plan(cfg: Mapping[str, Any], samples: Optional[int] = None, precision: 
     parts = dict(tracker.at_peak)
     parts[('workspace', 'cuBLAS')] = CUBLAS
     return MemoryPlan(samples, precision, gpus, sum(parts.values()), parts, *tracker.where, tracker.operator, points, counts.used)
-
-
-def _without_files(settings: Dict[str, Any]) -> Dict[str, Any]:
-    """The configuration without pretrained weights: a plan reads no files."""
-    def strip(node: Any) -> Any:
-        if isinstance(node, dict):
-            return {key: None if key == 'init_cfg' and isinstance(value, dict) and 'checkpoint' in value else strip(value)
-                    for key, value in node.items()}
-        return [strip(item) for item in node] if isinstance(node, list) else node
-    return dict(settings, model=strip(copy.deepcopy(settings['model'])))
 
 
 def _run_step(settings: Mapping[str, Any], model: nn.Module, batch: Mapping[str, Any], dtype: Optional[torch.dtype],

@@ -107,7 +107,7 @@ def test_a_softmax_of_half_precision_reads_it_as_it_is():
 
 @pytest.mark.parametrize('dtype, layout, expected', [
     (torch.float16, torch.contiguous_format, 2 * (8 * 100 + 4 * 100 + 4 * 8 * 9)), (torch.float16, torch.channels_last, 0),
-    (torch.float32, torch.contiguous_format, 0)])
+    (torch.float32, torch.contiguous_format, 4 * (8 * 100 + 4 * 100 + 4 * 8 * 9))])
 def test_workspace_of_convolutions(dtype, layout, expected):
     seen = []
 

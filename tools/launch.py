@@ -27,7 +27,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
-from typing import Any, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 import _light
 
@@ -104,9 +104,9 @@ def start(arguments: argparse.Namespace, rest: List[str]) -> int:
         return _lives(run_dir)
     options, overrides = _train_words(arguments.config, rest)
     _check_folder(run_dir, arguments.fresh, bool(options.resume_from or options.auto_resume))
-    if not arguments.skip_checks and not check(arguments.config, overrides, arguments.nproc, run_dir):
-        return _mistake('the checks above found problems; nothing was started. --skip-checks starts all the same')
     exports = launchers.exports(arguments.nproc, visible)
+    if not arguments.skip_checks and not check(arguments.config, overrides, arguments.nproc, run_dir, exports):
+        return _mistake('the checks above found problems; nothing was started. --skip-checks starts all the same')
     nodes, first_rank = _nodes(arguments.nproc)
     choice = launchers.choose(arguments.nproc, arguments.launcher, exports, nodes=nodes)
     print(f'launcher: {choice.kind}, because {choice.why}')
@@ -171,13 +171,15 @@ def _clear_attempts(run_dir: str) -> None:
             path.rename(target / path.name)
 
 
-def check(config: str, overrides: List[str], ranks: int, run_dir: str) -> bool:
-    """The doctor and the configuration check; shows what they say and returns whether training may start."""
+def check(config: str, overrides: List[str], ranks: int, run_dir: str, exports: Dict[str, str]) -> bool:
+    """The doctor and the configuration check, in the environment of the ranks; shows what they say and returns whether training
+    may start."""
     good = True
     for enough, words in (((0, 1), ['doctor.py', config, '--processes', str(ranks), '--run-dir', run_dir, *overrides]),
                           ((0,), ['check_config.py', config, '--gpus', str(ranks), *overrides])):
         print(f'--- {shlex.join(words)}', flush=True)
-        code = subprocess.run([sys.executable, str(REPO / 'tools' / words[0]), *words[1:]]).returncode
+        code = subprocess.run([sys.executable, str(REPO / 'tools' / words[0]), *words[1:]],
+                              env={**os.environ, **exports}).returncode
         good = good and code in enough
     return good
 

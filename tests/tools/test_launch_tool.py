@@ -189,3 +189,51 @@ def test_the_last_error_of_a_log(tmp_path):
     assert supervisor.last_error(str(path)) == '[rank 1] torch.OutOfMemoryError: CUDA out'
     assert processes.tail(str(path), 4).split('\n')[0] == '100%|###'
     assert supervisor.last_error(str(tmp_path / 'none')) == ''
+
+
+# ---- the classic scripts -----------------------------------------------------------------------------------------------
+
+def run_script(name, *words, env=None, cwd=None):
+    return subprocess.run(['bash', str(REPO / 'tools' / name), *map(str, words)], capture_output=True, text=True, timeout=100, cwd=cwd,
+                          env={**os.environ, 'PYTHON': sys.executable, **(env or {})})
+
+
+def test_dist_train_is_launch_in_the_foreground(config, tmp_path):
+    done = run_script('dist_train.sh', config, 2, '--work-dir', tmp_path / 'run', '--script', TRAINER, '--skip-checks')
+    assert done.returncode == 0 and 'rank 0 done' in done.stderr and 'finished: trained to the end' in done.stderr, done
+    done = run_script('dist_train.sh', config)
+    assert done.returncode == 2 and 'dist_train.sh CONFIG GPUS' in done.stderr
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """A folder with an srun that writes down its words and starts the command for each of two tasks, and a python that tells
+    what it was asked to run instead of running it."""
+    (tmp_path / 'bin').mkdir()
+    program(tmp_path / 'bin' / 'srun', f'#!/bin/bash\necho "srun $*" | head -1 >> {tmp_path}/said\nwhile [ "$1" != bash ]; do shift; done\n'
+            'code=0\nfor id in 0 1; do SLURM_LOCALID=$id "$@" || code=$?; done\nexit $code\n')
+    program(tmp_path / 'bin' / 'python', f'#!/bin/bash\nfor word in "$@"; do printf "[%s] " "$word"; done >> {tmp_path}/said\n'
+            f'echo "task ${{SLURM_LOCALID:-none}}" >> {tmp_path}/said\n'
+            'case "$*" in *doctor*) exit ${DOCTOR:-0};; *check_config*) exit ${CHECK:-0};; *) exit ${TRAIN:-0};; esac\n')
+    return lambda *words, **env: run_script('slurm_train.sh', *words, env={**env, 'PATH': f'{tmp_path / "bin"}:{os.environ["PATH"]}',
+                                                                          'PYTHON': 'python'})
+
+
+def test_slurm_train_checks_then_trains_and_resumes(slurm, tmp_path):
+    done = slurm('gpu', 'phase3', 'c.yaml', 'runs/x', '--voxel_size', '[0.1, 0.1]', GPUS='4', DOCTOR='1', SRUN_ARGS='--qos=long -x node7')
+    assert done.returncode == 0, done
+    said = (tmp_path / 'said').read_text().splitlines()
+    assert 'check_config.py] [c.yaml] [--gpus] [4] task none' in said[0]
+    for word in ('-p gpu', '--job-name=phase3', '--gres=gpu:4', '--ntasks=4', '--ntasks-per-node=4', '--kill-on-bad-exit=1',
+                 '--signal=USR1@300', '--qos=long -x node7'):
+        assert word in said[1]
+    assert 'doctor.py] [c.yaml]' in said[2] and said[2].endswith('task 0')
+    train = '/train.py] [c.yaml] [--run-dir] [runs/x] [--resume_from] [auto] [--voxel_size] [[0.1, 0.1]] task '
+    assert [line.split(train)[1] for line in said[3:]] == ['0', '1']
+
+
+@pytest.mark.parametrize('env, code, trained', [({'CHECK': '1'}, 1, False), ({'DOCTOR': '2'}, 2, False), ({'TRAIN': '75'}, 75, True)])
+def test_slurm_train_ends_with_what_went_wrong(slurm, tmp_path, env, code, trained):
+    assert slurm('gpu', 'phase3', 'c.yaml', 'runs/x', **env).returncode == code
+    lines = (tmp_path / 'said').read_text().splitlines()
+    assert any('train.py' in line and line.endswith('task 0') for line in lines) == trained

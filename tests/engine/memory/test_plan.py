@@ -1,6 +1,7 @@
 """The memory plan: against a real step watched by the same counter, and what must hold for every plan."""
 import copy
 import gc
+import importlib.util
 import json
 
 import pytest
@@ -209,3 +210,15 @@ def test_advice_without_a_plan_still_has_switches(monkeypatch):
     monkeypatch.setattr(module, 'make_plan', lambda cfg: 1 / 0)
     text = module.advice(config())
     assert 'No plan could be made' in text and '--model.checkpoint "[heads.map]"' in text and '--amp.dtype fp16' in text
+
+
+@pytest.mark.gpu
+def test_against_a_gpu():
+    """The joint model at 400 x 400 in half precision, measured as the benchmark does."""
+    spec = importlib.util.spec_from_file_location('memory_benchmark', REPO / 'benchmarks' / 'memory.py')
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    item = benchmark.row('joint', benchmark.JOINT, 1, 'fp16')
+    measured = benchmark.measure(item, torch.device('cuda'), 2)
+    planned = make_plan(benchmark.settings(item), 1, 'fp16')
+    assert planned.peak / MIB == pytest.approx(measured['peak_mib'], rel=0.15)

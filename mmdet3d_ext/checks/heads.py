@@ -91,6 +91,9 @@ def _object_classes(c: Context, key: str, head: Mapping[str, Any]) -> None:
     if head.get('num_classes') is not None and head['num_classes'] != len(names):
         c.error(f'{key}.num_classes', f'{key} has {head["num_classes"]} classes, but the data set labels {len(names)}: {names} '
                 '(object_classes)', {f'{key}.num_classes': len(names)})
+    if isinstance(head.get('class_names'), list) and head['class_names'] != names:
+        c.error(f'{key}.class_names', f'is {head["class_names"]}, the labels are numbered by object_classes {names}',
+                {f'{key}.class_names': names})
     if isinstance(head.get('tasks'), list):
         flat: List[Any] = []
         for one in head['tasks']:

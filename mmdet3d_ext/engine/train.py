@@ -13,12 +13,13 @@ import torch.distributed as dist
 from mmcv.runner import HOOKS, OPTIMIZERS, RUNNERS, build_optimizer
 from torch import nn
 
-from ..datasets.stream import end_workers
+from ..datasets.stream import close
 from ..metrics import on_rank_zero
 from . import run_dir as run_dirs
 from .amp import AmpPlan, plan_amp
 from .building import building, check_number, check_type, check_whole, running, where
 from .checkpoint import clean_leftovers, load_files, newest_checkpoint, path_list, read_checkpoint
+from .config_check import refuse_inconsistent
 from .evaluate import build_evaluators, evaluate, table
 from .hooks import (
     BatchNormSyncHook,
@@ -88,6 +89,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     launch = current()
     epochs = _max_epochs(cfg)
     check_settings(cfg)
+    report = refuse_inconsistent(cfg, launch.world_size)
     resume = options.resume_from or cfg.get('resume_from') or ('auto' if cfg.get('auto_resume') else None)
     folder = options.run_dir or cfg.get('run_dir') or cfg.get('work_dir') or run_dirs.default_run_dir(cfg)
     resume, broken = _find_resume(resume, folder)
@@ -112,6 +114,8 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     seed_all(derive(seed, 0))  # the same on every rank, so that all build the same model
     meta = run_dirs.build_meta(cfg, seed, launch.world_size)
     _log_start(logger, cfg, meta, launch, device)
+    for finding in report.warnings:
+        logger.warning('%s', finding)
 
     loader = make_loader(cfg, cfg['data']['train'], seed, train=True)
     val = cfg['data'].get('val') if options.validate else None
@@ -148,7 +152,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
         logger.warning('the checkpoint is at epoch %d and max_epochs is %d: nothing is left to train', runner.epoch, epochs)
     with running(model, cfg), StopSignals() as runner.signals:
         runner.run([loader], [('train', 1)])
-    end_workers(loader), end_workers(val_loader)
+    close(loader), close(val_loader)
     ends = [runner.save_failed, runner.stopped and runner.stopped.why]
     if dist.is_initialized():
         dist.broadcast_object_list(ends, src=0)

@@ -109,6 +109,9 @@ BROKEN = {
                                  f'{MAP}.classes', ['same in the same order']),
     'number of object classes': (PHASE3, ['--model.heads.object.num_classes', '7'],
         'model.heads.object.num_classes', ['has 7 classes', 'labels 10']),
+    'names of the object classes': (PHASE3, ['--model.heads.object.class_names', '[truck, car, construction_vehicle, bus, trailer, barrier, '
+                                             'motorcycle, bicycle, pedestrian, traffic_cone]'], 'model.heads.object.class_names',
+                                    ['numbered by object_classes']),
     'weight of an unknown class': (STAGE1, [f'--{MAP}.class_weights', '{stopline: 4.0}'], f'{MAP}.class_weights.stopline', ['does not have']),
     'decoder without layers': (STAGE1, [f'--{MAP}.decoder_channels', '[256, -1]'], f'{MAP}.decoder_channels', ['[256, -1]']),
     'an argument that nobody takes': (STAGE1, [f'--{MAP}.decoder_chanels', '[256, 128]', '--allow-new'], f'{MAP}.decoder_chanels',

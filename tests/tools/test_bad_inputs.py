@@ -213,7 +213,7 @@ WORDS = {
     'object class': (['--object_classes', '[car, trck]'], ["object_classes holds the unknown class 'trck'", "'truck'"]),
     'no object class': (['--object_classes', '[]'], ['object_classes must be a list of class names, got []']),
     'map class': (['--map_classes', '[drivable_area, dividr]'], ["unknown map class 'dividr'", "did you mean 'divider'"]),
-    'head with other classes': (['--model.heads.object.num_classes', '7'], ['model.heads.object has 7 classes', 'labels 10']),
+    'head with other classes': (['--model.heads.object.num_classes', '7'], ['model.heads.object', 'num_classes', ' 7', ' 10']),
     'step': (['--map_bound', '[[-50, 50, 0.167], [-50, 50, 0.167]]'], ['0.167 m does not divide the range [-50, 50]', 'cells: 600']),
     'sensor grids': (['--camera_step', '0.4'], ['camera: 128x128 cells', 'lidar: 64x64 cells', 'vtransform.xbound']),
     'trunk grid': (['--model.heads.map.grid_transform.input_scope', '[[-40, 40, 0.625], [-40, 40, 0.625]]'],
@@ -232,7 +232,7 @@ TRAINING = {
     'log hook': (['--log_config.hooks', '[{type: TextLogerHook}]'], ["did you mean 'TextLoggerHook'"]),
     'trunk cell': (['--model.heads.map.grid_transform.input_scope', '[[-51.2, 51.2, 0.4], [-51.2, 51.2, 0.4]]'],
                    ['has 128x128 cells', 'input_scope describes 256x256 cells']),
-    'channels': (['--model.heads.map.in_channels', '65'], ['do not fit in model.heads.map.aspp', 'to have 65 channels']),
+    'channels': (['--model.heads.map.in_channels', '65'], ["key 'model.heads.map.in_channels': is 65", 'gives 72 channels']),
 }
 
 

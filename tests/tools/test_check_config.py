@@ -1,0 +1,101 @@
+"""tools/check_config.py: table, exit codes, JSON; and the same check before training begins."""
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+from testing import REPO
+
+from mmdet3d_ext.checks import check_config
+from mmdet3d_ext.config import load_config
+from mmdet3d_ext.engine import config_check
+from mmdet3d_ext.engine.launch import UserError
+
+STAGE1, TINY = str(REPO / 'configs/nuscenes/multitask/stage1_600.yaml'), str(REPO / 'configs/synthetic/multitask_tiny.yaml')
+WRONG = ['--model.heads.map.grid_transform.output_scope', '[[-50, 50, 0.25], [-50, 50, 0.25]]']
+
+spec = importlib.util.spec_from_file_location('check_config_tool', REPO / 'tools' / 'check_config.py')
+tool = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tool)
+
+
+def test_the_table_and_an_accepted_configuration(capsys):
+    assert tool.main([STAGE1, '--gpus', '4']) == 0
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert lines[0].split() == ['stage', 'range', 'x', '(/', 'y),', 'm', 'step,', 'm', 'cells', 'channels', 'key', 'from']
+    (camera,) = [line for line in lines if line.startswith('map: camera grid')]
+    assert '[-54, 54]' in camera and '0.2 ' in camera and '540 x 540' in camera and 'bev.map.cells' in camera and 'stage1_600.yaml' in camera
+    assert 'resampled to 270x270' in shown and lines[-1].endswith('stage1_600.yaml: accepted: 0 error(s), 0 warning(s)')
+
+
+def test_a_refused_configuration(capsys):
+    assert tool.main([STAGE1, *WRONG]) == 1
+    shown = capsys.readouterr().out
+    assert "error: command line: key 'model.heads.map.grid_transform.output_scope'" in shown and '600x600 cells' in shown
+    assert '--model.heads.map.grid_transform.output_scope "[[-50, 50, 0.166666666667], [-50, 50, 0.166666666667]]"' in shown
+    assert shown.splitlines()[-1].endswith('refused: 1 error(s), 0 warning(s)')
+
+
+def test_json(capsys):
+    assert tool.main([STAGE1, *WRONG, '--json']) == 1
+    content = json.loads(capsys.readouterr().out)
+    assert content['accepted'] is False and [one['key'] for one in content['errors']] == [WRONG[0][2:]]
+    assert content['errors'][0]['write'][WRONG[0][2:]][0] == pytest.approx([-50, 50, 1 / 6])
+    assert {row['stage']: row['cells'] for row in content['chain']}['map: fused trunk'] == [270, 270]
+    assert tool.main([STAGE1, '--json', '--optimizer.lrr', '1']) == 1
+    content = json.loads(capsys.readouterr().out)
+    assert not content['accepted'] and "did you mean 'optimizer.lr'" in content['errors'][0]['problem']
+
+
+def test_a_file_that_does_not_load(capsys, tmp_path):
+    assert tool.main([str(tmp_path / 'nowhere.yaml')]) == 1
+    assert 'nowhere.yaml' in capsys.readouterr().out
+
+
+def test_a_batch_against_the_recipe(capsys):
+    assert tool.main([str(REPO / 'configs/nuscenes/multitask/phase3_400.yaml'), '--data.samples_per_gpu', '1', '--gpus', '1']) == 1
+    assert "key 'optimizer.lr'" in capsys.readouterr().out
+
+
+def test_from_another_folder_without_a_gpu(tmp_path):
+    found = subprocess.run([sys.executable, str(REPO / 'tools/check_config.py'), TINY], cwd=tmp_path, capture_output=True, text=True,
+                           timeout=120, env={'PATH': '/usr/bin:/bin', 'CUDA_VISIBLE_DEVICES': ''})
+    assert found.returncode == 0, found.stderr
+    assert 'labels (val)' in found.stdout and 'accepted' in found.stdout
+
+
+# ---- before training ---------------------------------------------------------------------------------------------------------
+def test_training_is_refused_with_every_error_in_one_message():
+    cfg = load_config(STAGE1, [*WRONG, '--runner.max_epochs', '20'])
+    with pytest.raises(UserError) as caught:
+        config_check.refuse_inconsistent(cfg, 4)
+    text = str(caught.value)
+    assert len(text.splitlines()) == 2 and 'output_scope' in text and 'runner.max_epochs' in text
+    assert not config_check.refuse_inconsistent(load_config(STAGE1), 4).findings
+
+
+# ---- what needs more than the configuration -----------------------------------------------------------------------------------
+def test_memory_that_a_card_does_not_have():
+    cfg = load_config(TINY)
+    report = check_config(cfg)
+    config_check.add_memory(report, cfg, 80.0)
+    assert not report.errors and any(note.startswith('peak ') for note in report.notes)
+    config_check.add_memory(report, cfg, 0.01)
+    (error,) = report.errors
+    assert error.key == 'data.samples_per_gpu' and 'more GPUs do not change that' in error.problem
+    assert error.write == {'data.samples_per_gpu': 1}
+
+
+def test_the_environments_problems_have_a_key_each(monkeypatch):
+    from mmdet3d_ext import doctor
+    from mmdet3d_ext.doctor import Finding
+    found = [Finding('mmcv library', 'problem', 'libtorch_cuda_cu.so is missing', 'build mmcv for this torch'),
+             Finding('LD_LIBRARY_PATH', 'problem', 'libcudart is not found', 'export it'),
+             Finding('stale bytecode', 'warning', 'a cache is never compared', 'delete it'), Finding('python', 'ok', '3.11')]
+    monkeypatch.setattr(doctor, 'examine', lambda options, groups: iter(found))
+    report = check_config(load_config(TINY))
+    config_check.add_environment(report, TINY, [])
+    assert [one.key for one in report.errors] == ['environment.mmcv library', 'environment.LD_LIBRARY_PATH']
+    assert [one.key for one in report.warnings] == ['environment.stale bytecode'] and 'delete it' in str(report.warnings[0])

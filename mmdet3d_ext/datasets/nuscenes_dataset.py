@@ -16,12 +16,13 @@ from ..registry import DATASETS, PIPELINES
 from .epoch_state import EpochState
 from .info_files import ANNOTATION_FIELDS, BASE_FIELDS, InfoFileError, check_cameras, check_fields, load_info_file
 from .nuscenes_converter import rotation_matrix
-from .nuscenes_schema import CAMERAS, CATEGORY_TO_CLASS, LIDAR, OBJECT_CLASSES
+from .nuscenes_schema import CAMERAS, CATEGORY_TO_CLASS, LIDAR, OBJECT_CLASSES, RADARS
 from .reader import SampleError, SampleFault, note
 from .shared_list import SharedList
 
 logger = logging.getLogger('mmdet3d_ext')
 
+SWEEPS = 'sweeps'  # in data_prefix: past clouds
 _MODALITIES = ('use_lidar', 'use_camera', 'use_radar', 'use_map', 'use_external')
 
 
@@ -50,8 +51,9 @@ class NuScenesDataset(Dataset):
             to train on such samples too (they carry map labels, and everything here can train on them).
         test_mode: evaluation: no replacement; annotations are optional.
         eval_version: the devkit's evaluation configuration.
-        data_prefix: folder of bare file names (mmdet3d >= 1.1 info files), below ``dataset_root``: a mapping channel -> folder.
-            ``None``: the info file's own folder if they lie there, else ``samples/<channel>``.
+        data_prefix: folder of bare file names (mmdet3d >= 1.1 info files), below ``dataset_root``: a mapping of channels, or
+            as mmdet3d names them ``pts`` (key frames' clouds) and ``sweeps``, to folders. ``None``: the info file's own folder
+            if they lie there, else ``samples/<channel>`` and ``sweeps/LIDAR_TOP``.
         box_convention: only for info files that do not tell theirs.
         compat: ``'reference'`` zeroes unknown velocities and stores the box centre's z as the bottom's, as a checkpoint trained
             with the reference expects.
@@ -258,12 +260,17 @@ class _PathResolver:
     """
 
     def __init__(self, root: Optional[str], info_folder: Path, prefix: Optional[Mapping[str, str]], infos: Sequence[Mapping]):
-        self.root, self.info_folder, self.prefix = root, str(info_folder), dict(prefix or {})
+        self.root, self.info_folder = root, str(info_folder)
+        self.prefix = {{'pts': LIDAR}.get(channel, channel): folder for channel, folder in (prefix or {}).items()}
+        for channel in self.prefix:
+            if channel not in (LIDAR, SWEEPS, *CAMERAS, *RADARS):
+                raise ValueError(f'NuScenesDataset: data_prefix names the unknown channel {channel!r}; known are pts, sweeps, '
+                                 f'{", ".join((LIDAR, *CAMERAS, *RADARS))}')
         self.beside = bool(infos) and prefix is None and (Path(info_folder) / infos[0]['lidar_path']).is_file()
 
     def resolve(self, info: Mapping[str, Any]) -> Dict[str, Any]:
         info = dict(info, lidar_path=self._path(info['lidar_path'], LIDAR))
-        info['sweeps'] = [dict(sweep, data_path=self._path(sweep['data_path'], LIDAR)) for sweep in info['sweeps']]
+        info['sweeps'] = [dict(sweep, data_path=self._path(sweep['data_path'], SWEEPS)) for sweep in info['sweeps']]
         if 'cams' in info:
             info['cams'] = {name: dict(entry, data_path=self._path(entry['data_path'], name))
                             for name, entry in info['cams'].items()}
@@ -277,7 +284,8 @@ class _PathResolver:
         if '/' not in path:
             if self.beside:
                 return os.path.join(self.info_folder, path)
-            return os.path.join(self.root or '', self.prefix.get(channel, f'samples/{channel}'), path)
+            usual = f'sweeps/{LIDAR}' if channel == SWEEPS else f'samples/{channel}'
+            return os.path.join(self.root or '', self.prefix.get(channel, usual), path)
         for part in ('samples/', 'sweeps/'):
             if path.startswith(part):
                 return os.path.join(self.root or '', path)

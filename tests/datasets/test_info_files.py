@@ -1,7 +1,6 @@
 """Reading info files: safety, conventions, missing fields, the mmdet3d >= 1.1 form."""
 import os
 import pickle
-import pickletools
 from collections import OrderedDict
 
 import numpy as np
@@ -9,11 +8,7 @@ import pytest
 from testing import shared_dir
 
 from mmdet3d_ext.datasets import info_files, restricted_pickle
-from mmdet3d_ext.datasets.gt_database import points_in_box
 from mmdet3d_ext.datasets.info_files import InfoFileError, load_info_file
-from mmdet3d_ext.datasets.pipelines.loading_points import read_points
-
-KEYFRAME = 'n015-2018-07-24-11-22-45+0800.pkl'
 
 
 def boxes(n, seed=0):
@@ -197,118 +192,7 @@ def test_missing_field_names_sample_and_command(tmp_path):
                                                                         if name != 'cam_intrinsic'}}}], 'f.pkl')
 
 
-# ---------------------------------------------------------------------------------------------- the form of mmdet3d >= 1.1
-
-def data_list_file(path):
-    turn = np.eye(4)
-    turn[:2, :2] = [[0, -1], [1, 0]]
-    pose, later = np.eye(4), np.eye(4)
-    pose[0, 3], later[0, 3] = 100, 103
-    sample = {
-        'token': 'a', 'timestamp': 1532402927.5, 'ego2global': later.tolist(),
-        'lidar_points': {'lidar_path': 'x.pcd.bin', 'lidar2ego': turn.tolist()},
-        'lidar_sweeps': [{'timestamp': 1532402927.0, 'ego2global': pose.tolist(), 'sample_data_token': 's',
-                          'lidar_points': {'lidar_path': 'sweeps/LIDAR_TOP/y.pcd.bin', 'lidar2ego': turn.tolist()}}],
-        'images': {name: {'img_path': f'{name}.jpg', 'cam2img': np.eye(3).tolist(), 'cam2ego': np.eye(4).tolist(),
-                          'lidar2cam': turn.tolist(), 'timestamp': 1532402927.4} for name in ('CAM_BACK', 'CAM_FRONT')},
-        'instances': [{'bbox_3d': row.tolist(), 'bbox_label_3d': 0 if i else -1, 'velocity': [1.0, 2.0], 'num_lidar_pts': 3,
-                       'num_radar_pts': 0, 'bbox_3d_isvalid': True} for i, row in enumerate(boxes(7))],
-    }
-    restricted_pickle.save({'metainfo': {'categories': {'car': 0}, 'version': 'v1.0-mini'}, 'data_list': [sample]}, path)
-    return path
-
-
-def test_data_list_form(tmp_path):
-    loaded = load_info_file(data_list_file(tmp_path / 'x.pkl'))
-    got = loaded.infos[0]
-    assert got['timestamp'] == 1532402927500000 and list(got['cams']) == ['CAM_FRONT', 'CAM_BACK'], 'our order'
-    assert got['gt_names'].tolist() == ['other'] + ['car'] * 6 and np.array_equal(got['gt_boxes'], boxes(7))
-    # the car drove 3 m along x between sweep and key frame; the lidar's own axes are turned by 90 degrees
-    sweep = got['sweeps'][0]
-    assert np.allclose(sweep['sensor2lidar_rotation'], np.eye(3)) and np.allclose(sweep['sensor2lidar_translation'], [0, 3, 0])
-    camera = got['cams']['CAM_FRONT']
-    assert np.allclose(camera['sensor2lidar_rotation'], [[0, 1, 0], [-1, 0, 0], [0, 0, 1]])
-    assert np.allclose(got['lidar2ego_rotation'], [np.sqrt(0.5), 0, 0, np.sqrt(0.5)])
-
-
-REMOVED = object()
-
-
-@pytest.mark.parametrize('place, value, message', [
-    ('images.CAM_FRONT.lidar2cam', REMOVED, r'images\.CAM_FRONT\.lidar2cam is missing'),
-    ('images.CAM_BACK.cam2img', [[1, 0], [0, 1]], r'images\.CAM_BACK\.cam2img must be 3 x 3 numbers, its shape is \(2, 2\)'),
-    ('images', 3, 'images is a int, expected a mapping'),
-    ('lidar_points.lidar2ego', np.eye(3).tolist(), r'lidar_points\.lidar2ego must be 4 x 4 numbers'),
-    ('lidar_points.lidar2ego', np.diag([1, 1, -1, 1]).tolist(), r'lidar_points\.lidar2ego: the upper left 3x3 .* not a rotation'),
-    ('lidar_points.lidar2ego', np.full((4, 4), np.nan).tolist(), r'lidar_points\.lidar2ego holds values that are not finite'),
-    ('ego2global', REMOVED, 'ego2global is missing'),
-    ('timestamp', None, 'timestamp is missing'),
-    ('lidar_sweeps.0.lidar_points.lidar_path', REMOVED, r'lidar_sweeps\[0\]\.lidar_points\.lidar_path is missing'),
-    ('lidar_sweeps.0.lidar_points.lidar2ego', REMOVED, r'lidar_sweeps\[0\]\.lidar_points\.lidar2sensor is missing'),
-    ('instances.3.bbox_3d', [1.0, 2.0], r'instances\[3\]\.bbox_3d must be 7 numbers, its shape is \(2,\)'),
-    ('instances.3', 'car', r'instances\[3\] is a str, expected a mapping'),
-])
-def test_what_is_missing_in_a_data_list_is_named_in_full(tmp_path, place, value, message):
-    path = data_list_file(tmp_path / 'x.pkl')
-    data = restricted_pickle.load(path)
-    node = data['data_list'][0]
-    *parents, last = [int(part) if part.isdigit() else part for part in place.split('.')]
-    for part in parents:
-        node = node[part]
-    if value is REMOVED:
-        del node[last]
-    else:
-        node[last] = value
-    restricted_pickle.save(data, path)
-    with pytest.raises(InfoFileError, match=rf'x\.pkl: data_list\[0\] \(token a\): {message}.*create_data\.py'):
-        load_info_file(path)
-
-
-def test_a_data_list_without_class_names_or_with_something_else_in_it(tmp_path):
-    restricted_pickle.save({'metainfo': {}, 'data_list': []}, tmp_path / 'x.pkl')
-    with pytest.raises(InfoFileError, match='metainfo holds neither categories nor classes'):
-        load_info_file(tmp_path / 'x.pkl')
-    restricted_pickle.save({'metainfo': {'classes': ['car']}, 'data_list': [7]}, tmp_path / 'y.pkl')
-    with pytest.raises(InfoFileError, match=r'data_list\[0\]: the sample is a int'):
-        load_info_file(tmp_path / 'y.pkl')
-
-
-def test_sweeps_with_a_product_instead_of_poses(tmp_path):
-    path = data_list_file(tmp_path / 'x.pkl')
-    expected = load_info_file(path).infos[0]['sweeps'][0]
-    data = restricted_pickle.load(path)
-    sweep = data['data_list'][0]['lidar_sweeps'][0]
-    sensor_from_lidar = np.eye(4)
-    sensor_from_lidar[:3, :3] = expected['sensor2lidar_rotation'].T
-    sensor_from_lidar[:3, 3] = -expected['sensor2lidar_rotation'].T @ expected['sensor2lidar_translation']
-    sweep['lidar_points'] = {'lidar_path': 'y.bin', 'lidar2sensor': sensor_from_lidar.tolist()}
-    restricted_pickle.save(data, path)
-    got = load_info_file(path).infos[0]['sweeps'][0]
-    assert np.allclose(got['sensor2lidar_translation'], expected['sensor2lidar_translation'])
-    assert np.allclose(got['sensor2lidar_rotation'], expected['sensor2lidar_rotation'])
-
-
 def test_a_radar_file_of_the_reference_names_the_one_file_that_holds_all(tmp_path):
     with pytest.raises(FileNotFoundError, match=r'_radar\.pkl does not exist \(one file holds all sensors here: write '
                                                 r'nuscenes_infos_train\.pkl\)'):
         load_info_file(tmp_path / 'nuscenes_infos_train_radar.pkl')
-
-
-def test_real_key_frame():
-    """Read with the restricted reader; z is the gravity centre: points are counted inside the boxes."""
-    folder = shared_dir('data', 'nuscenes_keyframe')
-    names = {arg for op, arg, _ in pickletools.genops((folder / KEYFRAME).read_bytes()) if op.name == 'GLOBAL'}
-    assert 'numpy.core.multiarray scalar' in names  # it does need globals, so the allow list is at work
-    loaded = load_info_file(folder / KEYFRAME)
-    got = loaded.infos[0]
-    assert len(got['gt_boxes']) == 69 and len(got['cams']) == 6 and got['sweeps'] == []
-    points = read_points(str(folder / got['lidar_path']), 5)[:, :3]
-    as_centre, as_bottom = [], []
-    for box, count in zip(got['gt_boxes'], got['num_lidar_pts']):
-        lifted = box + [0, 0, box[5] / 2, 0, 0, 0, 0]
-        as_centre.append(abs(int(points_in_box(points, box).sum()) - count))
-        as_bottom.append(abs(int(points_in_box(points, lifted).sum()) - count))
-    total = got['num_lidar_pts'].sum()
-    assert sum(as_centre) < 0.1 * total, 'the annotation counts are met with z as the centre'
-    assert sum(as_bottom) > 0.3 * total, 'and not with z as the bottom'
-    assert np.isnan(got['gt_velocity']).any(), 'unknown velocities stay unknown'

@@ -91,9 +91,12 @@ class SampleReader(Dataset):
             except SampleFault:
                 raise
             except (SampleError, OSError) as error:
-                if self._unreadable is None:
+                if self._unreadable is not None:
+                    self._count(index, error)
+                elif isinstance(error, SampleError):
                     raise
-                self._count(index, error)
+                else:  # as an error of ours, so that it arrives from a worker with its text and as what it is
+                    raise SampleError(f'sample {index}: {text_of(error)}') from error
             index = int(np.random.randint(len(self)))
         raise SampleError(f'{TRIES} random samples in a row cannot be read')
 

@@ -5,7 +5,7 @@ is there before the first worker starts.
 """
 from __future__ import annotations
 
-import atexit
+import glob
 import io
 import logging
 import os
@@ -25,6 +25,7 @@ logger = logging.getLogger('mmdet3d_ext')
 SHM = '/dev/shm'
 PLENTY = 256 * 2 ** 20  # bytes per sample that no pipeline here reaches (6 float32 images of 900 x 1600 are 104 MB)
 MARGIN = 1.25  # samples differ in their points
+FOLDER = 'mmdet3d_ext-batches-'
 _said: List[str] = []
 
 
@@ -127,10 +128,12 @@ def tensor_bytes(value: Any) -> int:
 # --------------------------------------------------------------------------------------------------- batches as files
 
 def _new_folder() -> str:
-    folder = tempfile.mkdtemp(prefix='mmdet3d_ext-batches-')
-    owner = os.getpid()
-    atexit.register(lambda: shutil.rmtree(folder, ignore_errors=True) if os.getpid() == owner else None)
-    return folder
+    """A folder for this process; those of processes that were killed are removed."""
+    for path in glob.glob(os.path.join(tempfile.gettempdir(), f'{FOLDER}*-*')):
+        owner = os.path.basename(path)[len(FOLDER):].split('-')[0]
+        if owner.isdigit() and not os.path.exists(f'/proc/{owner}'):
+            shutil.rmtree(path, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f'{FOLDER}{os.getpid()}-')
 
 
 class FileBatches:
@@ -147,6 +150,10 @@ class FileBatches:
 
     def __init__(self, collate: Callable[[Any], Any], folder: str):
         self.collate, self.folder = collate, folder
+
+    def close(self) -> None:
+        """Remove the folder, with batches that nobody fetched."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def __call__(self, samples: Any) -> Any:
         from torch.utils.data._utils import worker

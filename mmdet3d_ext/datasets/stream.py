@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from typing import Any, Iterator, Tuple
+import time
+from typing import Any, Iterator, List, Optional, Tuple
 
 from torch.utils.data import DataLoader
 
@@ -33,8 +34,8 @@ def batches(loader: DataLoader, begin: int, logger: logging.Logger) -> Iterator[
             batch = next(iterator)
         except StopIteration:
             return
-        except RuntimeError as error:
-            dead = dead_workers(iterator, getattr(loader, 'notes', None))
+        except (RuntimeError, OSError, EOFError) as error:  # a batch that a dead worker had sent cannot be fetched any more
+            dead = [] if 'in DataLoader worker process' in str(error) else _wait_for_dead(iterator, loader)
             if not dead:
                 raise
             failed += 1
@@ -43,15 +44,35 @@ def batches(loader: DataLoader, begin: int, logger: logging.Logger) -> Iterator[
                 raise WorkerDied(f'{text}. This was attempt {failed} at batch {number + 1} of the epoch') from error
             logger.error('ALARM: %s. The workers are started again at batch %d of the epoch, nothing is lost', text, number + 1)
             iterator._shutdown_workers()
-            end_workers(loader)
+            _end_workers(loader)
             iterator = _start(loader, number)
             continue
         yield number, batch
         number, failed = number + 1, 0
 
 
-def end_workers(loader: DataLoader) -> None:
-    """End persistent workers now. Left to the garbage collector, whose order is anyone's guess, each can take five seconds."""
+def _wait_for_dead(iterator: Any, loader: DataLoader, seconds: float = 3.0) -> List[str]:
+    """:func:`.reader.dead_workers`; the kernel may take a moment to tell."""
+    end = time.monotonic() + seconds
+    while hasattr(iterator, '_workers'):
+        dead = dead_workers(iterator, getattr(loader, 'notes', None))
+        if dead or time.monotonic() > end:
+            return dead
+        time.sleep(0.05)
+    return []
+
+
+def close(loader: Optional[DataLoader]) -> None:
+    """End what a loader holds when it is not needed any more: persistent workers, files of batches."""
+    if loader is None:
+        return
+    _end_workers(loader)
+    if hasattr(loader.collate_fn, 'close'):
+        loader.collate_fn.close()
+
+
+def _end_workers(loader: DataLoader) -> None:
+    """Now: left to the garbage collector, whose order is anyone's guess, persistent workers can take five seconds each."""
     iterator = getattr(loader, '_iterator', None)
     if iterator is not None:
         loader._iterator = None

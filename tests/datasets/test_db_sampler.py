@@ -7,7 +7,7 @@ from mmdet3d.core.bbox import LiDARInstance3DBoxes
 from shapely.geometry import Polygon
 
 from mmdet3d_ext.datasets import restricted_pickle
-from mmdet3d_ext.datasets.db_sampler import DataBaseSampler, ShuffledPool, corners_bev, overlaps_bev
+from mmdet3d_ext.datasets.db_sampler import DataBaseSampler, corners_bev, draw_different, overlaps_bev
 from mmdet3d_ext.datasets.info_files import InfoFileError
 
 CLASSES = ('car', 'truck', 'pedestrian')
@@ -40,20 +40,13 @@ def make(folder, **kwargs):
 
 # --------------------------------------------------------------------------------------------------------------- draws
 
-def test_pool_gives_as_many_as_asked_across_the_end_of_the_order():
+def test_draws_are_different_and_every_entry_comes_about_equally_often():
     np.random.seed(0)
-    pool = ShuffledPool(5)
-    draws = [pool.draw(3) for _ in range(40)]
-    assert all(len(draw) == len(set(draw)) == 3 for draw in draws)
+    draws = [draw_different(5, 3) for _ in range(2000)]
+    assert all(len(draw) == len(set(draw.tolist())) == 3 for draw in draws)
     counts = np.bincount(np.concatenate(draws), minlength=5)
-    assert counts.sum() == 120 and counts.max() - counts.min() <= 2, 'every entry comes about equally often'
-    assert len(pool.draw(9)) == 5 and len(pool.draw(0)) == 0 and len(ShuffledPool(0).draw(3)) == 0
-
-
-def test_first_pass_holds_every_entry_once():
-    np.random.seed(1)
-    pool = ShuffledPool(6)
-    assert sorted(np.concatenate([pool.draw(2) for _ in range(3)]).tolist()) == list(range(6))
+    assert counts.sum() == 6000 and np.abs(counts - 1200).max() < 4 * np.sqrt(2000 * 0.6 * 0.4), 'four standard deviations'
+    assert len(draw_different(5, 9)) == 5 and len(draw_different(5, 0)) == 0
 
 
 # ---------------------------------------------------------------------------------------------------------- collisions
@@ -173,12 +166,11 @@ def test_class_without_entries_is_no_error(tmp_path, caplog):
     assert set(sampler.sample_all(np.zeros((0, 9)), np.zeros(0))['gt_labels_3d']) == {2}
 
 
-def test_reset_makes_the_draws_depend_on_the_generator_only(tmp_path):
+def test_draws_depend_on_the_generator_only(tmp_path):
     sampler = make(database(tmp_path))
 
     def draw():
         np.random.seed(4)
-        sampler.reset()
         return sampler.sample_all(np.zeros((0, 9)), np.zeros(0))['gt_bboxes_3d'][:, 0].tolist()
 
     first = draw()

@@ -20,6 +20,7 @@ from torch import nn  # noqa: E402
 
 from mmdet3d_ext.config import load_config  # noqa: E402
 from mmdet3d_ext.engine import launch, stopping, train  # noqa: E402
+from mmdet3d_ext.engine.building import correctable  # noqa: E402
 from mmdet3d_ext.engine.checkpoint import read_checkpoint  # noqa: E402
 from mmdet3d_ext.registry import DATASETS, MODELS  # noqa: E402
 
@@ -160,7 +161,8 @@ def start(folder, config, world=1, resume=None, prepare=None):
 
         def program():
             _, device = launch.start(backend='gloo')
-            result = train.train(config, train.Options(run_dir=f'{folder}/run', resume_from=resume), device)
+            with correctable():
+                result = train.train(config, train.Options(run_dir=f'{folder}/run', resume_from=resume), device)
             return 3 if result.save_failed else stopping.EXIT_CODE if result.stopped else 0
 
         code = launch.run(program)

@@ -46,3 +46,9 @@ class EpochSetupHook(Hook):
             item.set_epoch(runner.epoch)
         if self.paste_stop_epoch >= 0 and runner.epoch == self.paste_stop_epoch:
             runner.logger.info('object paste stops from epoch %d on', runner.epoch + 1)
+
+    def after_train_epoch(self, runner: Any) -> None:
+        count = getattr(runner.data_loader.dataset, 'unreadable', int)()
+        if count:
+            runner.logger.error('rank %d, epoch %d: %d samples could not be read so far and were left out (the warnings above name '
+                                'their files)', runner.rank, runner.epoch + 1, count)

@@ -29,7 +29,9 @@ from .run_dir import to_plain
 from .train import make_loader, make_model, make_optimizer, make_runner
 
 MIB = 1024 ** 2
-PRECISIONS = {'fp32': (None, False), 'tf32': (None, True), 'fp16': (torch.float16, True), 'bf16': (torch.bfloat16, True)}
+# Name -> autocast type, TF32 in matrix products, TF32 in convolutions. 'torch' is what torch does unless told otherwise.
+PRECISIONS = {'fp32': (None, False, False), 'torch': (None, False, True), 'tf32': (None, True, True),
+              'fp16': (torch.float16, True, True), 'bf16': (torch.bfloat16, True, True)}
 KERNELS = 40  # that a row names
 # CUDA runtime calls in which the host waits for the device.
 WAITS = ('cudaStreamSynchronize', 'cudaDeviceSynchronize', 'cudaEventSynchronize')
@@ -127,8 +129,15 @@ class _TimingHook(Hook):
         if self.left is not None:
             self.waited += time.perf_counter() - self.left
 
-    def after_iter(self, runner: Any) -> None:
-        self.left = time.perf_counter()
+
+class _EndOfStep(Hook):
+    """The last hook of a step: from here on the runner waits for data."""
+
+    def __init__(self, timing: _TimingHook):
+        self.timing = timing
+
+    def after_train_iter(self, runner: Any) -> None:
+        self.timing.left = time.perf_counter()
 
 
 class _TimedStep:
@@ -150,18 +159,18 @@ class _TimedStep:
 
 @contextlib.contextmanager
 def precision(name: str, device: torch.device) -> Iterator[Optional[torch.dtype]]:
-    """Set TF32 for ``fp32`` (off) and the others (on); gives the autocast type or None.
+    """Set where TF32 is allowed as :data:`PRECISIONS` says; gives the autocast type or None.
 
     Raises:
         UserError: for an unknown precision, or float16 on the CPU.
     """
     if name not in PRECISIONS:
         raise UserError(f'--precision must be among {list(PRECISIONS)}, got {name!r}')
-    dtype, tf32 = PRECISIONS[name]
+    dtype, products, convolutions = PRECISIONS[name]
     if device.type == 'cpu' and dtype == torch.float16:
         raise UserError('--precision fp16 needs a GPU; on the CPU use fp32 or bf16')
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = tf32
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
     try:
         yield dtype
     finally:
@@ -250,6 +259,7 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
         scaler = make_scaler(amp.loss_scale, device.type) if dtype == torch.float16 else None
         runner.register_hook(timing, priority='VERY_HIGH')
         runner.register_hook(GuardedOptimizerHook(grad_clip=clip, scaler=scaler), priority='ABOVE_NORMAL')
+        runner.register_hook(_EndOfStep(timing), priority='VERY_LOW')
         runner.call_hook('before_run')
 
         def run(count: int) -> None:

@@ -35,6 +35,7 @@ def test_training_row_has_every_part_and_they_add_up(tiny):
     assert min(parts.values()) > 0
     assert sum(parts[name] for name in names) <= parts['forward'] * 1.05
     assert row['step_ms'] == pytest.approx(sum(parts[n] for n in ('forward', 'backward', 'optimizer')), rel=0.8)
+    assert row['data_wait_ms'] < 0.2 * row['step_ms'], 'batches in memory are not waited for'
     assert row['samples_per_s'] == pytest.approx(1e3 / row['step_ms']) and row['peak_mib'] is None
     # The real step ran: weights moved, and nothing of the measurement stays in the model.
     assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -53,6 +54,8 @@ def test_precisions_are_set_and_put_back():
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     with benchmark.precision('fp32', CPU) as dtype:
         assert dtype is None and not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+    with benchmark.precision('torch', CPU):
+        assert torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
     with benchmark.precision('tf32', CPU):
         assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
     assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)

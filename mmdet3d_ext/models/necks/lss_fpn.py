@@ -56,10 +56,18 @@ class GeneralizedLSSFPN(nn.Module):
         coarser, outputs = inputs[self.levels[-1] + 1], []
         for index in reversed(range(len(self.levels))):
             finer = inputs[self.levels[index]]
-            up = F.interpolate(coarser, size=finer.shape[2:], **self.upsample_cfg)
+            up = upsample(coarser, finer.shape[2:], **self.upsample_cfg)
             coarser = self.fpn_convs[index](self.lateral_convs[index](torch.cat([finer, up], 1)))
             outputs.append(coarser)
         return tuple(reversed(outputs))
+
+
+def upsample(x: torch.Tensor, size: Sequence[int], **kwargs) -> torch.Tensor:
+    """``F.interpolate``; on a GPU with channels innermost: torch's other bilinear kernel has one thread per position loop over all
+    channels of all samples, which leaves most of the device idle on the small maps of a neck."""
+    if x.is_cuda:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return F.interpolate(x, size=tuple(size), **kwargs)
 
 
 def _conv_norm_act(in_channels: int, out_channels: int, kernel: int) -> list:
@@ -94,6 +102,6 @@ class LSSFPN(nn.Module):
         for x, channels, index in zip((first, second), self.in_channels, self.in_indices, strict=True):
             if x.shape[1] != channels:
                 raise ValueError(f'LSSFPN: level {index} has {x.shape[1]} channels, in_channels says {channels}')
-        first = F.interpolate(first, size=second.shape[-2:], mode='bilinear', align_corners=True)
+        first = upsample(first, second.shape[-2:], mode='bilinear', align_corners=True)
         x = self.fuse(torch.cat([first, second], 1))
         return x if self.upsample is None else self.upsample(x)

@@ -163,11 +163,11 @@ class BaseTransform(nn.Module):
             (B, N, D, H, W, 3) metres, float32.
         """
         with torch.autocast(self.frustum.device.type, enabled=False):
-            pixel_from_aug = torch.linalg.inv(img_aug_matrix[..., :3, :3].double())
+            pixel_from_aug = torch.linalg.inv_ex(img_aug_matrix[..., :3, :3].double()).inverse
             shift = -pixel_from_aug @ img_aug_matrix[..., :3, 3:].double()
             undo = torch.cat([pixel_from_aug, shift], -1).float()  # (B, N, 3, 4)
             lidar_from_camera = lidar_aug_matrix[:, None].double() @ camera2lidar.double()
-            rays = lidar_from_camera[..., :3, :3] @ torch.linalg.inv(camera_intrinsics[..., :3, :3].double())
+            rays = lidar_from_camera[..., :3, :3] @ torch.linalg.inv_ex(camera_intrinsics[..., :3, :3].double()).inverse
             lidar_from_rays = torch.cat([rays, lidar_from_camera[..., :3, 3:]], -1).float()  # (B, N, 3, 4)
             spread = (slice(None), slice(None), None, None, None)  # (B, N, 1, 1, 1, 3, 4)
             uvd = affine(undo[spread], self.frustum.float())  # (B, N, D, H, W, 3)

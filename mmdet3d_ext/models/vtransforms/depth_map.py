@@ -33,7 +33,7 @@ def project(points: torch.Tensor, lidar2image: torch.Tensor, img_aug_matrix: tor
     Returns:
         (N, P, 2) positions (u, v) in augmented pixels, and (N, P) depths in metres, negative behind the camera.
     """
-    image_from_points = (lidar2image.double() @ torch.linalg.inv(lidar_aug_matrix.double())).float()  # (N, 4, 4)
+    image_from_points = (lidar2image.double() @ torch.linalg.inv_ex(lidar_aug_matrix.double()).inverse).float()  # (N, 4, 4)
     xyz = affine(image_from_points[:, None, :3], points[None, :, :3].float())  # (N, P, 3)
     depth = xyz[..., 2]
     visible = depth.clamp(MIN_DEPTH, MAX_DEPTH)
@@ -41,23 +41,29 @@ def project(points: torch.Tensor, lidar2image: torch.Tensor, img_aug_matrix: tor
     return affine(img_aug_matrix[:, None, :3].float(), uvd)[..., :2], depth
 
 
-def one_per_pixel(pixel: torch.Tensor, depth: Optional[torch.Tensor]) -> torch.Tensor:
-    """Indices of one entry per distinct ``pixel`` (K,): the smallest ``depth``, or the last entry if ``depth`` is None.
+def drawn_points(pixel: torch.Tensor, count: int, depth: Optional[torch.Tensor]) -> torch.Tensor:
+    """Which point each pixel shows: (count,) index along P, or P where there is none.
 
-    The result does not depend on the device or on the run: only stable sorts are used.
+    Args:
+        pixel: (N, P) number of the pixel on which a point falls, ``count`` where it falls on none.
+        depth: (N, P): the nearest point is shown, the first of equally near ones; None: the last one.
+
+    Only minima and maxima are scattered, so the result does not depend on the device or on the run, and nothing waits for the
+    device: no list of hits is made whose length the host would have to know.
     """
+    points = pixel.shape[-1]
+    flat, index = pixel.flatten(), torch.arange(points, device=pixel.device).expand_as(pixel).flatten()
     if depth is None:
-        order = torch.argsort(pixel, stable=True)
-        ranked = pixel[order]
-        chosen = torch.ones_like(ranked, dtype=torch.bool)
-        chosen[:-1] = ranked[1:] != ranked[:-1]
-    else:
-        order = torch.argsort(depth, stable=True)
-        order = order[torch.argsort(pixel[order], stable=True)]
-        ranked = pixel[order]
-        chosen = torch.ones_like(ranked, dtype=torch.bool)
-        chosen[1:] = ranked[1:] != ranked[:-1]
-    return order[chosen]
+        last = index.new_full((count + 1,), -1).scatter_reduce_(0, flat, index, 'amax')[:-1]
+        return torch.where(last < 0, points, last)
+    nearest = nearest_depth(pixel, count, depth)
+    index = torch.where(depth.flatten() == nearest[flat], index, points)
+    return index.new_full((count + 1,), points).scatter_reduce_(0, flat, index, 'amin')[:-1]
+
+
+def nearest_depth(pixel: torch.Tensor, count: int, depth: torch.Tensor) -> torch.Tensor:
+    """(count + 1,) smallest depth per pixel, infinity where no point falls; the last entry is of points outside."""
+    return depth.new_full((count + 1,), float('inf')).scatter_reduce_(0, pixel.flatten(), depth.flatten(), 'amin')
 
 
 def expand_heights(points: torch.Tensor) -> torch.Tensor:
@@ -89,29 +95,40 @@ def draw_depth(points: torch.Tensor, lidar2image: torch.Tensor, img_aug_matrix: 
     height, width = image_size
     old = compat == 'reference'
     points = points.float()
+    cameras, extra = lidar2image.shape[0], points.shape[1] if features else 0
+    channels, count = 1 if bins is None else bins[2], cameras * height * width
+    if len(points) == 0:
+        return points.new_zeros(cameras, channels + extra, height, width)
     uv, depth = project(points, lidar2image, img_aug_matrix, lidar_aug_matrix)
     u, v = uv.unbind(-1)
     inside = (u >= 0) & (u < width) & (v >= 0) & (v < height)
-    if not old:
-        inside &= depth > MIN_DEPTH
-    camera, index = inside.nonzero(as_tuple=True)
-    u, v, depth = u[inside].long(), v[inside].long(), depth[inside]
     if old:
         depth = depth.clamp(MIN_DEPTH, MAX_DEPTH)
-    pixel = (camera * height + v) * width + u
-    kept = one_per_pixel(pixel, None if old else depth)
-
-    channels = 1 if bins is None else bins[2]
-    out = points.new_zeros(lidar2image.shape[0], channels + (points.shape[1] if features else 0), height, width)
-    if bins is None:
-        out[camera[kept], 0, v[kept], u[kept]] = depth[kept]
     else:
-        lower, step, count = (0.0, 1.0, bins[2]) if old else bins
-        cell = ((depth - lower) / step).clamp(0, count - 1).long()
-        out[camera, cell, v, u] = 1.0
-    if features:
-        values = points
-        if old:
-            values = torch.cat([points[:, :3] - lidar_aug_matrix[:3, 3].float(), points[:, 3:]], 1)
-        out[camera[kept], channels:, v[kept], u[kept]] = values[index[kept]]
-    return out
+        inside &= depth > MIN_DEPTH
+    u, v, depth = (torch.where(inside, value, 0.0) for value in (u, v, depth))  # NaN has no whole number
+    camera = torch.arange(cameras, device=points.device)[:, None]
+    row = v.long() * width + u.long()
+    pixel = torch.where(inside, camera * (height * width) + row, count)
+
+    chosen = drawn_points(pixel, count, None if old else depth) if features or (old and bins is None) else None
+    if bins is not None:
+        lower, step, cells = (0.0, 1.0, bins[2]) if old else bins
+        cell = ((depth - lower) / step).clamp(0, cells - 1).long()
+        hit = torch.where(inside, (camera * channels + cell) * (height * width) + row, count * channels)
+        drawn = points.new_zeros(count * channels + 1).scatter_(0, hit.flatten(), 1.0)[:-1]
+    elif old:
+        drawn = torch.cat([depth, depth.new_zeros(cameras, 1)], 1)  # one more point, of depth 0, for pixels without any
+        drawn = drawn.gather(1, chosen.view(cameras, -1))
+    else:
+        drawn = nearest_depth(pixel, count, depth)[:-1]
+        drawn = torch.where(drawn.isinf(), 0.0, drawn)
+    drawn = drawn.view(cameras, channels, height, width)
+    if not features:
+        return drawn
+    values = points
+    if old:
+        values = torch.cat([points[:, :3] - lidar_aug_matrix[:3, 3].float(), points[:, 3:]], 1)
+    values = torch.cat([values, values.new_zeros(1, extra)]).t()  # (F, P + 1)
+    shown = values[:, chosen].view(extra, cameras, height, width).transpose(0, 1)
+    return torch.cat([drawn, shown], 1)

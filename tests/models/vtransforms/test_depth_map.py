@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mmdet3d_ext  # noqa: F401
-from mmdet3d_ext.models.vtransforms.depth_map import draw_depth, expand_heights, one_per_pixel, project
+from mmdet3d_ext.models.vtransforms.depth_map import draw_depth, drawn_points, expand_heights, project
 
 H, W = 20, 30
 FRONT = torch.tensor([[10.0, 0, 15, 0], [0, 10, 10, 0], [0, 0, 1, 0], [0, 0, 0, 1]])  # camera 0 looks along lidar z
@@ -109,11 +109,12 @@ def test_non_contiguous_points():
                        draw_depth(view.contiguous(), CAMERAS, SAME.expand(2, 4, 4), SAME, (H, W)))
 
 
-def test_one_per_pixel():
-    pixel = torch.tensor([5, 2, 5, 2, 9])
-    assert sorted(one_per_pixel(pixel, torch.tensor([3.0, 1, 2, 4, 0])).tolist()) == [1, 2, 4]
-    assert sorted(one_per_pixel(pixel, None).tolist()) == [2, 3, 4]
-    assert one_per_pixel(pixel[:0], pixel[:0].float()).tolist() == [] == one_per_pixel(pixel[:0], None).tolist()
+def test_drawn_points():
+    pixel = torch.tensor([[5, 2, 5, 9, 5], [2, 9, 9, 1, 2]])  # two cameras, five points; 9 is outside of the nine pixels
+    depth = torch.tensor([[3.0, 1, 2, 0, 2], [0.5, 4, 4, 7, 0.5]])
+    assert drawn_points(pixel, 9, depth).tolist() == [5, 3, 0, 5, 5, 2, 5, 5, 5], 'nearest, the first of equally near ones'
+    assert drawn_points(pixel, 9, None).tolist() == [5, 3, 4, 5, 5, 4, 5, 5, 5], 'the last one'
+    assert drawn_points(pixel[:, :0], 3, None).tolist() == [0, 0, 0] == drawn_points(pixel[:, :0], 3, depth[:, :0]).tolist()
 
 
 def test_projection_returns_negative_depth_behind_the_camera():

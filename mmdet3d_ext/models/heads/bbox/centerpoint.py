@@ -12,6 +12,7 @@ from mmcv.cnn import ConvModule
 from mmcv.runner import BaseModule
 from torch import Tensor, nn
 
+from ....geometry.on_device import constant
 from ....registry import BBOX_CODERS, MODELS
 from .head_grid import (
     box_class,
@@ -211,7 +212,7 @@ class CenterHead(BaseModule):
                 regressed = torch.cat([pred[name].float() for name in self.regressed], 1).flatten(2)      # (B, code, X*Y)
                 index = target['cells'][:, None].expand(-1, regressed.shape[1], -1)
                 regressed = regressed.gather(2, index).transpose(1, 2)                                    # (B, G, code)
-                weights = target['weights'] * target['weights'].new_tensor(self.code_weights)
+                weights = target['weights'] * constant(self.code_weights, target['weights'])
                 losses[f'bbox/task{i}'] = self.loss_bbox(regressed, target['boxes'], weights,
                                                          avg_factor=target['mask'].sum().float() + 1e-4)
         return losses
@@ -261,11 +262,11 @@ class CenterHead(BaseModule):
         if cfg.get('score_threshold'):  # the coder has dropped the zeros already
             candidates = candidates[scores >= cfg['score_threshold']]
         flat = boxes[candidates][:, [0, 1, 3, 4, 6]]
-        flat[:, 2:4] *= flat.new_tensor(self.nms_scales[task])[labels[candidates]][:, None]
+        flat[:, 2:4] *= constant(self.nms_scales[task], flat)[labels[candidates]][:, None]
         keep = candidates[rotated_nms(flat, scores[candidates], cfg['nms_thr'], cfg.get('pre_max_size'),
                                       cfg.get('post_max_size'))]
         if cfg.get('post_center_limit_range'):
-            limits = boxes.new_tensor(list(cfg['post_center_limit_range']))
+            limits = constant(cfg['post_center_limit_range'], boxes)
             inside = (boxes[keep, :3] >= limits[:3]) & (boxes[keep, :3] <= limits[3:])
             keep = keep[inside.all(1)]
         return keep

@@ -14,6 +14,7 @@ from typing import Dict, List, Optional, Sequence
 import torch
 from torch import Tensor
 
+from ....geometry.on_device import constant
 from ....registry import BBOX_CODERS
 from .head_grid import CellFrame
 
@@ -68,7 +69,7 @@ class _Coder:
         threshold."""
         mask = boxes.isfinite().all(-1) & scores.isfinite()
         if self.post_center_range is not None:
-            limits = boxes.new_tensor(self.post_center_range)
+            limits = constant(self.post_center_range, boxes)
             mask &= ((boxes[..., :3] >= limits[:3]) & (boxes[..., :3] <= limits[3:])).all(-1)
         threshold = self.score_threshold
         if threshold is not None and not (self.compat == 'reference' and threshold == 0):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....geometry.grid import cell_count
+from ....geometry.on_device import constant, upload
 from .gaussian import draw_gaussians, gaussian_radius
 
 BOX_DIM = 9  # x, y, z (bottom), l, w, h, yaw, vx, vy
@@ -40,11 +41,11 @@ class CellFrame:
 
     def to_cells(self, xy: Tensor) -> Tensor:
         """(..., 2) metres -> (..., 2) fractional cells."""
-        return (xy - xy.new_tensor(self.lo)) / xy.new_tensor(self.voxel) / self.factor
+        return (xy - constant(self.lo, xy)) / constant(self.voxel, xy) / self.factor
 
     def to_metres(self, cells: Tensor) -> Tensor:
         """(..., 2) fractional cells -> (..., 2) metres."""
-        return cells * self.factor * cells.new_tensor(self.voxel) + cells.new_tensor(self.lo)
+        return cells * self.factor * constant(self.voxel, cells) + constant(self.lo, cells)
 
 
 @dataclass
@@ -142,16 +143,16 @@ def collect_ground_truth(gt_bboxes_3d: Sequence, gt_labels_3d: Sequence[Tensor],
         if len(boxes) != len(labels):
             raise ValueError(f'gt_bboxes_3d[{i}]: {len(boxes)} boxes have {len(labels)} labels')
     most = max((len(boxes) for boxes in tensors), default=0)
-    boxes = torch.stack([_pad_boxes(boxes, most) for boxes in tensors]).to(device)
-    labels = torch.stack([F.pad(torch.as_tensor(t).long(), (0, most - len(t)), value=-1) for t in gt_labels_3d]).to(device)
+    boxes = upload(torch.stack([_pad_boxes(boxes, most) for boxes in tensors]), device)
+    labels = upload(torch.stack([F.pad(torch.as_tensor(t).long(), (0, most - len(t)), value=-1) for t in gt_labels_3d]), device)
 
     cells = frame.to_cells(boxes[..., :2])
     whole = cells.trunc() if truncate else cells.floor()
-    limit = cells.new_tensor(shape)
+    limit = constant(shape, cells)
     valid = (labels >= 0) & (labels < num_classes) & boxes[..., :7].isfinite().all(-1) & (boxes[..., 3:6] > 0).all(-1)
     valid &= ((whole >= 0) & (whole < limit)).all(-1)
     # A unit box at the map's lower corner in place of an unusable one: logarithms and overlaps stay finite.
-    harmless = boxes.new_tensor([*frame.lo, 0, 1, 1, 1, 0, 0, 0])
+    harmless = constant([*frame.lo, 0, 1, 1, 1, 0, 0, 0], boxes)
     boxes = torch.where(valid[..., None], boxes, harmless)
     whole = torch.where(valid[..., None], whole, torch.zeros_like(whole)).long()
     return GroundTruth(boxes, labels, valid, whole)

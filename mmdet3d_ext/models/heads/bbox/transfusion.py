@@ -13,6 +13,7 @@ from mmcv.cnn import ConvModule, build_conv_layer
 from mmcv.runner import BaseModule
 from torch import Tensor, nn
 
+from ....geometry.on_device import constant
 from ....registry import BBOX_ASSIGNERS, BBOX_CODERS, MODELS
 from .assigner import layer_slices
 from .head_grid import (
@@ -251,7 +252,7 @@ class TransFusionHead(BaseModule):
         labels, cells, scores = self.propose(dense.detach())
         flat = features.flatten(2).transpose(1, 2)                                           # (B, X*Y, H)
         query = flat.gather(1, cells[..., None].expand(-1, -1, flat.shape[-1]))              # (B, P, H)
-        one_hot = F.one_hot(labels, self.num_classes).transpose(1, 2).float()
+        one_hot = self._is_class(labels).float()
         query = query + self.class_encoding(one_hot).transpose(1, 2)
 
         positions = self._cell_centers(x.device)                                             # (1, X*Y, 2)
@@ -291,6 +292,10 @@ class TransFusionHead(BaseModule):
         cells = index % area
         scores = (heat * peaks).flatten(2).gather(2, cells[:, None].expand(-1, self.num_classes, -1))
         return torch.div(index, area, rounding_mode='floor'), cells, scores
+
+    def _is_class(self, labels: Tensor) -> Tensor:
+        """(B, P) classes -> (B, C, P) bool (``F.one_hot`` would make the host look at them)."""
+        return labels[:, None] == torch.arange(self.num_classes, device=labels.device)[:, None]
 
     def _neighbourhood_max(self, heat: Tensor) -> Tensor:
         kernel, pad = self.nms_kernel_size, self.nms_kernel_size // 2
@@ -339,8 +344,9 @@ class TransFusionHead(BaseModule):
         weights, ious = torch.zeros_like(targets), boxes.new_zeros((batch, total))
         matched = torch.zeros_like(labels, dtype=torch.bool)
         if truth.boxes.shape[1] > 0:
-            pairs = [self.bbox_assigner.costs(boxes[i], truth.boxes[i], truth.labels[i].clamp(0, self.num_classes - 1),
-                                              preds['heatmap'][i].T, cfg) for i in range(batch)]
+            known_labels = truth.labels.clamp(0, self.num_classes - 1)
+            pairs = [self.bbox_assigner.costs(boxes[i], truth.boxes[i], known_labels[i], preds['heatmap'][i].T, cfg)
+                     for i in range(batch)]
             cost = torch.stack([pair[0] for pair in pairs])                                  # (B, L*P, G)
             picked = self.bbox_assigner.match(cost.unflatten(1, (layers, -1)), truth.valid).flatten(1)
             matched, picked = picked >= 0, picked.clamp(min=0)
@@ -381,7 +387,7 @@ class TransFusionHead(BaseModule):
                 clipped_sigmoid(preds['dense_heatmap']), heatmap, avg_factor=heatmap.eq(1).sum().clamp(min=1).float()))
 
             regressed = torch.cat([preds[name] for name in self.regressed], 1).transpose(1, 2)  # (B, L*P, code size)
-            weights = targets['bbox_weights'] * targets['bbox_weights'].new_tensor(self.code_weights)
+            weights = targets['bbox_weights'] * constant(self.code_weights, targets['bbox_weights'])
             for layer, part in enumerate(layer_slices(regressed.shape[1], self.num_decoder_layers)):
                 last = layer == self.num_decoder_layers - 1
                 name = 'layer_-1' if last else f'layer_{layer}'
@@ -408,7 +414,7 @@ class TransFusionHead(BaseModule):
         last = {name: preds[name].float()[..., -self.num_proposals:] for name in ('heatmap', *self.regressed)}
         batch = last['heatmap'].shape[0]
         metas = sample_metas(metas, batch)
-        own = F.one_hot(preds['query_labels'], self.num_classes).transpose(1, 2)
+        own = self._is_class(preds['query_labels'])
         scores = last['heatmap'].sigmoid() * preds['query_heatmap_score'].float() * own
         decoded = self.bbox_coder.decode(scores, last['rot'], last['dim'], last['center'], last['height'], last.get('vel'),
                                          filter=True)

@@ -95,3 +95,19 @@ def test_gpu_equals_cpu(assigner):
     assert torch.allclose(cpu[0], gpu[0].cpu(), atol=1e-5, equal_nan=True)
     valid = torch.ones(1, 6, dtype=torch.bool)
     assert torch.equal(assigner.match(cpu[0][None, None], valid), assigner.match(gpu[0][None, None], valid.cuda()).cpu())
+
+
+def test_lidar_overlaps_are_mmdet3ds():
+    from mmdet3d.core.bbox.iou_calculators import BboxOverlaps3D
+
+    from mmdet3d_ext.models.heads.bbox.assigner import lidar_overlaps
+    generator = torch.Generator().manual_seed(0)
+    boxes, others = (torch.randn(count, 7, generator=generator) * torch.tensor([3, 3, 1, 0, 0, 0, 3.0]) +
+                     torch.tensor([0, 0, 0, 4, 2, 1.5, 0]) for count in (40, 25))
+    others[:3] = boxes[:3]
+    expected = BboxOverlaps3D(coordinate='lidar')(boxes, others)
+    found = lidar_overlaps(boxes, others)
+    assert (expected > 0).sum() > 50
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found[range(3), range(3)], torch.ones(3), atol=1e-4, rtol=0)
+    assert lidar_overlaps(boxes[:0], others).shape == (0, 25) and lidar_overlaps(boxes, others[:0]).shape == (40, 0)

@@ -1,0 +1,39 @@
+"""Small values on a device without making the host wait for it.
+
+``tensor.new_tensor([...])`` copies from pageable memory, and a GPU's host thread stands still until everything queued before
+has run. A step has dozens of such constants.
+"""
+from __future__ import annotations
+
+from typing import Dict, Iterable, Tuple
+
+import torch
+
+_CONSTANTS: Dict[Tuple, torch.Tensor] = {}
+_MOST = 512  # entries kept; configurations have tens of them
+
+
+def constant(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
+    """``like.new_tensor(values)``, copied to ``like``'s device once and shared after that: never write to it."""
+    key = (tuple(values), like.dtype, like.device)
+    found = _CONSTANTS.get(key)
+    if found is None:
+        with torch.inference_mode(False):  # an inference tensor could not be saved for a later backward pass
+            found = torch.tensor(key[0], dtype=like.dtype, device=like.device)
+        if type(found) is torch.Tensor and not _traced():
+            if len(_CONSTANTS) >= _MOST:
+                _CONSTANTS.clear()
+            _CONSTANTS[key] = found
+    return found
+
+
+def _traced() -> bool:
+    """Whether some mode watches or replaces tensors: what is made under it must not outlive it."""
+    return bool(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) or torch.compiler.is_compiling()
+
+
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor.to(device)``; a CPU tensor goes to a GPU through pinned memory, behind what is already queued."""
+    if tensor.device.type == 'cpu' and torch.device(device).type == 'cuda':
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -22,6 +22,7 @@ SENSOR_ARGUMENTS: Dict[str, Dict[str, Optional[str]]] = {
     'LoadBEVSegmentation': {'classes': 'map_classes', 'line_width': 'line_width'},
     'DefaultFormatBundle3D': {'classes': 'object_classes'},
 }
+LIDAR_STEPS = ('LoadPointsFromFile', 'LoadPointsFromMultiSweeps')
 DEPTH_LOSS = ('AwareBEVDepth', 'AwareDBEVDepth')
 DEPTH_FROM_POINTS = ('DepthLSSTransform', 'AwareDBEVDepth')
 
@@ -94,10 +95,17 @@ def check_pipelines(c: Context) -> None:
             _data_set(c, key)
 
 
+def _reads_lidar(c: Context) -> bool:
+    """Whether predictions depend on LiDAR points; depth to learn from is there in training alone."""
+    camera = c.get(f'{ENCODERS}.camera.vtransform')
+    drawn = isinstance(camera, Mapping) and camera.get('type') in DEPTH_FROM_POINTS and camera.get('use_points') != 'radar'
+    return bool(c.get(f'{ENCODERS}.lidar')) or drawn or not isinstance(c.get(ENCODERS), Mapping)
+
+
 def _same_sensors(c: Context, train: List[Step], other: List[Step], part: str) -> None:
     for kind, arguments in SENSOR_ARGUMENTS.items():
         a, b = _find(train, kind), _find(other, kind)
-        if a is None or b is None:
+        if a is None or b is None or kind in LIDAR_STEPS and not _reads_lidar(c):
             continue
         for name, root in arguments.items():
             if a.settings.get(name) == b.settings.get(name):

@@ -25,7 +25,7 @@ def check_schedule(c: Context) -> None:
         value = c.get(key)
         for file in value if isinstance(value, list) else [value]:
             if isinstance(file, str) and file not in ('', 'auto') and '://' not in file and not os.path.exists(os.path.expanduser(file)):
-                c.error(key, f'{file} does not exist')
+                c.error(key, f'checkpoint {file} does not exist')
 
 
 def _count(c: Context, key: str) -> Optional[int]:

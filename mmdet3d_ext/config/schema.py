@@ -55,6 +55,9 @@ _SECTIONS = {
     'log_config': 'interval hooks',
     'evaluation': 'interval pipeline start by_epoch save_best rule metric metrics metric_options dynamic_intervals '
                   'amp before_train eval out_dir jsonfile_prefix show gpu_collect less_keys greater_keys thresholds num_samples',
+    'bev': 'x y z lidar camera fused map labels',
+    'bev.lidar': 'step cells height', 'bev.camera': 'step cells stride', 'bev.fused': 'step cells', 'bev.map': 'step cells stride',
+    'bev.labels': 'x y step cells',
     'auto_scale_lr': 'enable base_batch_size',
     'amp': 'dtype loss_scale enabled',
     'ema': 'decay momentum evaluate warm_up type enable enabled',

@@ -115,7 +115,8 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     meta = run_dirs.build_meta(cfg, seed, launch.world_size)
     _log_start(logger, cfg, meta, launch, device)
     for finding in report.warnings:
-        logger.warning('%s', finding)
+        if finding.key != 'optimizer.lr':  # make_optimizer says that loudly
+            logger.warning('%s', finding)
 
     loader = make_loader(cfg, cfg['data']['train'], seed, train=True)
     val = cfg['data'].get('val') if options.validate else None

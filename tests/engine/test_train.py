@@ -291,7 +291,6 @@ def test_wrong_settings_are_named(tmp_path, wrong, message):
 @pytest.mark.parametrize('wrong, message', [
     ({'model': {'type': 'EngineToyModle'}},
      "toy.yaml:.*key 'model.type': unknown model type 'EngineToyModle'; did you mean 'EngineToyModel'"),
-    ({'model': {'type': 'EngineToyModel', 'widht': 3}}, "toy.yaml:.*key 'model.widht': .*no argument 'widht'; did you mean 'width'"),
     ({'data': {'samples_per_gpu': 1, 'train': {'type': 'EngineToyDataset', 'sise': 3}}},
      "toy.yaml:.*key 'data.train.sise': .*did you mean 'size'")])
 def test_what_cannot_be_built_is_one_message_and_a_traceback_in_the_log(tmp_path, wrong, message):
@@ -301,6 +300,14 @@ def test_what_cannot_be_built_is_one_message_and_a_traceback_in_the_log(tmp_path
     config = load_config(str(tmp_path / 'toy.yaml'))
     assert launch.run(lambda: training.train(config, training.Options(run_dir=str(tmp_path / 'run')))) == 2
     assert any('Traceback' in path.read_text() for path in (tmp_path / 'run' / 'logging').glob('*.log'))
+
+
+def test_what_the_check_of_the_configuration_finds_leaves_no_run_folder(tmp_path):
+    with pytest.raises(UserError, match="toy.yaml:.*key 'model.widht': .*no argument 'widht'; did you mean 'width'"):
+        run(tmp_path, model={'type': 'EngineToyModel', 'widht': 3})
+    with pytest.raises(UserError, match='batch is 2 samples .* was chosen for 32'):
+        run(tmp_path, auto_scale_lr={'enable': False, 'base_batch_size': 32})
+    assert not (tmp_path / 'run').exists()
 
 
 def test_an_epoch_shorter_than_the_log_interval_is_logged(tmp_path):
@@ -345,14 +352,14 @@ def test_a_sample_of_nan_is_skipped_named_and_harmless(tmp_path):
 
 
 def test_another_batch_than_the_recipes_is_said_loudly_or_scaled(tmp_path):
-    run(tmp_path, '--max_epochs', 1, auto_scale_lr={'enable': False, 'base_batch_size': 32})
+    run(tmp_path, '--max_epochs', 1, auto_scale_lr={'enable': False, 'base_batch_size': 16})
     text = log_text(tmp_path)
-    assert 'The effective batch is 2 samples' in text and 'in proportion it would be 0.000625' in text
+    assert 'The effective batch is 2 samples' in text and 'in proportion it would be 0.00125' in text
     scaled = tmp_path / 'b'
     scaled.mkdir()
-    run(scaled, '--max_epochs', 1, '--auto_scale_lr.enable', 'true', auto_scale_lr={'enable': False, 'base_batch_size': 32},
+    run(scaled, '--max_epochs', 1, '--auto_scale_lr.enable', 'true', auto_scale_lr={'enable': False, 'base_batch_size': 16},
         lr_config=None)
-    assert next(x['lr'] for x in json_lines(scaled) if x.get('mode') == 'train') == pytest.approx(0.01 * 2 / 32, abs=1e-5)
+    assert next(x['lr'] for x in json_lines(scaled) if x.get('mode') == 'train') == pytest.approx(0.01 * 2 / 16, abs=1e-5)
 
 
 @pytest.mark.parametrize('lr_config', [

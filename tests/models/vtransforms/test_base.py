@@ -102,6 +102,31 @@ def test_the_grid_of_the_configuration_survives_a_checkpoint_of_another_resoluti
 
 
 @torch.no_grad()
+@pytest.mark.parametrize('compat', [None, 'reference'])
+def test_a_further_grid_is_pooled_from_the_same_depth_and_context(compat):
+    model, inputs = build_model(CFG, compat=compat).eval(), batch()
+    features = torch.randn(2, 3, 6, 4, 6)
+    names = set(model.state_dict())
+    alone = model(features, **inputs)
+    grid = model.add_grid('map', [-9.6, 9.6, 0.4], [-6.4, 6.4, 0.4], 2)
+    assert grid.shape == (24, 16) and set(model.state_dict()) - names == {
+        name.replace('downsample.', 'extra_downsample.map.') for name in names if name.startswith('downsample.')}
+    maps = model(features, **inputs)
+    assert torch.equal(maps[None], alone) and maps['map'].shape == (2, 4, 24, 16)
+    geometry = model.geometry(*(inputs[n] for n in NAMES))
+    depth, context = model.depth_and_context(features, inputs)
+    fine = build_model({**CFG, 'xbound': [-9.6, 9.6, 0.4], 'ybound': [-6.4, 6.4, 0.4]}, compat=compat)
+    pooled = fine.pool(depth, context, geometry)
+    torch.testing.assert_close(model.pool(depth, context, geometry, model.extra_grids['map']), pooled)
+    torch.testing.assert_close(maps['map'], model.extra_downsample['map'](pooled * 4))
+    volume = torch.einsum('bndhw,bnchw->bndhwc', depth, context)
+    torch.testing.assert_close(model.pool_volume(volume, geometry, model.extra_grids['map']), pooled, rtol=1e-4, atol=1e-5)
+    with pytest.raises(GridError, match="grid of 'other': xbound/ybound with downsample 2.* 25 cells"):
+        model.add_grid('other', [-10, 10, 0.8], [-6.4, 6.4, 0.8], 2)
+    assert 'other' not in model.extra_grids
+
+
+@torch.no_grad()
 def test_geometry_stays_float32_under_autocast():
     model, inputs = build_model(CFG).eval(), batch()
     features = torch.randn(2, 3, 6, 4, 6)

@@ -241,3 +241,22 @@ def inputs(cfg):
     data['img'] = torch.rand(1, 2, 3, *cfg['image_size'], generator=torch.Generator().manual_seed(5))
     data['points'] = [cloud * torch.tensor([0.35, 0.35, 1, 1, 1]) for cloud in data['points']]
     return data
+
+
+def test_a_stage_trains_with_a_gradient_for_every_parameter():
+    torch.manual_seed(0)
+    model, cfg = stage('stage1_600', 48)
+    data = {**inputs(cfg), **boxes_and_map(cfg, 48)}
+    losses = model(**data)
+    names = {name.split('/')[-1] for name in losses if name.startswith('loss/map/')}
+    assert names == {'focal', 'dice', 'aux_focal', 'aux_dice'}
+    assert all(torch.isfinite(value).all() for value in losses.values())
+    sum(v for k, v in losses.items() if k.startswith('loss/')).backward()
+    small.check_gradients(model)
+
+
+def boxes_and_map(cfg, labels):
+    from mmdet3d.core.bbox import LiDARInstance3DBoxes
+    boxes = LiDARInstance3DBoxes(torch.tensor([[1.0, 2, -1, 4, 2, 1.6, 0.3, 1, 0]]), box_dim=9)
+    masks = torch.rand(1, len(cfg['map_classes']), labels, labels, generator=torch.Generator().manual_seed(6)) < 0.2
+    return {'gt_bboxes_3d': [boxes], 'gt_labels_3d': [torch.tensor([0])], 'gt_masks_bev': masks.long()}

@@ -75,11 +75,11 @@ def encode(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return {MARK: type(value).__name__ if type(value) in (list, tuple) else 'list', 'items': [encode(v) for v in value]}
     name = type(value).__name__
+    if isinstance(value, enum.Enum) and name in _structures():
+        return {MARK: 'enum', 'name': name, 'value': plain(value.value)}
     if name in _structures():
         extra = {key: getattr(value, key) for key in ('box_dim', 'with_yaw', 'points_dim', 'attribute_dims') if hasattr(value, key)}
         return {MARK: 'structure', 'name': name, 'tensor': value.tensor.detach().cpu(), 'extra': plain(extra)}
-    if isinstance(value, enum.Enum):
-        return {MARK: 'enum', 'name': name, 'value': plain(value.value)}
     if isinstance(value, type) and value.__name__ in _structures():
         return {MARK: 'class', 'name': value.__name__}
     return {MARK: 'text', 'text': repr(value)}

@@ -186,3 +186,74 @@ def test_total_norm():
     grads = [torch.tensor([3.0]), torch.tensor([[4.0]], dtype=torch.float16)]
     assert float(total_norm(grads)) == 5.0 and float(total_norm([])) == 0.0
     assert float(total_norm(grads, float('inf'))) == 4.0
+
+
+# ---- the guard ---------------------------------------------------------------------------------------------------------
+
+def test_a_non_finite_loss_with_finite_gradients_is_skipped_too():
+    runner = Runner(GuardedOptimizerHook())
+    before = weights(runner.model)
+    assert not runner.step(lambda m: m(torch.ones(3)).sum() + float('inf'))
+    assert torch.equal(weights(runner.model), before)
+
+
+def test_a_bad_step_in_a_group_spoils_the_group_and_only_that():
+    runner = Runner(GuardedOptimizerHook(cumulative_iters=2))
+    fine, bad = (lambda m: m(torch.ones(3)).sum()), (lambda m: m(torch.ones(3)).sum() + float('nan'))
+    before = weights(runner.model)
+    assert [runner.step(loss, i) for i, loss in enumerate((bad, fine))] == [False, False]
+    assert torch.equal(weights(runner.model), before)
+    assert [runner.step(fine, i) for i in (2, 3)] == [False, True]
+
+
+def with_statistics():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    runner = Runner(GuardedOptimizerHook(), model)
+    data = torch.randn(6, 3)
+    assert runner.step(lambda m: m(data).pow(2).mean())
+    return runner, data, [model[1].running_mean.clone(), model[1].running_var.clone()]
+
+
+def test_statistics_are_as_before_a_skipped_step():
+    runner, data, kept = with_statistics()
+    data = data.clone()
+    data[2, 1] = float('inf')
+    assert not runner.step(lambda m: m(data).pow(2).mean())
+    assert torch.equal(runner.model[1].running_mean, kept[0]) and torch.equal(runner.model[1].running_var, kept[1])
+    assert runner.step(lambda m: m(torch.randn(6, 3)).pow(2).mean())
+    assert not torch.equal(runner.model[1].running_mean, kept[0])
+
+
+def test_statistics_that_no_loss_sees_are_put_back_alone(caplog):
+    """A part of the batch that the loss leaves out: loss and gradient are finite, the running mean is not."""
+    runner, data, kept = with_statistics()
+
+    def loss(m):
+        m[1](torch.full((2, 4), float('inf')))
+        return m(data).pow(2).mean()
+
+    with caplog.at_level(logging.ERROR, 'hook-test'):
+        assert runner.step(loss)
+    assert "BatchNorm statistics became non-finite for samples ['abc'] although loss and gradient are finite" in caplog.text
+    assert torch.equal(runner.model[1].running_mean, kept[0]) and torch.equal(runner.model[1].running_var, kept[1])
+
+
+def test_one_copy_to_the_host_per_step():
+    """Whatever the guard looks at travels with the norm."""
+    runner, data, _ = with_statistics()
+    sent = []
+    publish = runner.publish
+    runner.publish = lambda extra=(): (sent.append(len(extra)), publish(extra))[1]
+    runner.step(lambda m: m(data).pow(2).mean())
+    assert sent == [2]
+
+
+@pytest.mark.parametrize('wrong, message', [
+    ({'action': 'retry'}, "guard.action must be one of .* got 'retry'"), ({'max_consecutive': 0}, 'guard.max_consecutive must be'),
+    ({'lr_factor': 2}, 'guard.lr_factor must be'), ({'spike': {'facto': 3}}, "guard.spike: unknown keys \\['facto'\\]"),
+    ({'spike': {'factor': 1}}, 'guard.spike.factor must be'), ({'spike': {'window': 1}}, 'guard.spike.window must be'),
+    ({'save_batches': True}, 'guard.save_batches must be')])
+def test_wrong_guard_settings_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Guard(**wrong)

@@ -110,9 +110,14 @@ def _same_sensors(c: Context, train: List[Step], other: List[Step], part: str) -
         for name, root in arguments.items():
             if a.settings.get(name) == b.settings.get(name):
                 continue
-            # Under the reference's profile its recipes stand as they are (they train on other sweeps than they test on).
-            report = c.warn if c.reference else c.error
-            changed, right = (b, a) if c.rank(f'{b.key}.{name}') >= c.rank(f'{a.key}.{name}') else (a, b)
+            # The reference trains its detectors on the key frame and tests them on ten sweeps: a tree written for it (which has no
+            # bev block) keeps its recipe and is warned, as under the reference's profile.
+            recipe = c.reference or name == 'sweeps_num' and not c.has('bev')
+            report = c.warn if recipe else c.error
+            later = c.rank(f'{b.key}.{name}') - c.rank(f'{a.key}.{name}')
+            if later == 0 and name == 'sweeps_num':  # nobody means to throw clouds away
+                later = a.settings.get(name, 0) - b.settings.get(name, 0)
+            changed, right = (b, a) if later >= 0 else (a, b)
             both = f'; {root} at the root sets both' if root and c.has(root) else ''
             report(f'{changed.key}.{name}', f'{kind} has {name} {a.settings.get(name)} in training ({a.key}) and {b.settings.get(name)} in '
                    f'{"validation" if part == "val" else "test"} ({b.key}){both}', {f'{changed.key}.{name}': right.settings.get(name)})

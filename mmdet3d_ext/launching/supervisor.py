@@ -188,13 +188,18 @@ class Supervisor:
         failed = [record for record in records.values() if record.get('code') != 0]
         if not failed and len(records) == self.state.ranks:
             return Outcome(0, None, 'every rank ended well', log)
-        # The first to end is the cause; ranks that were killed before they could say anything have no end.
-        named = sorted((r for r in failed if 'code' in r), key=lambda r: r['ended'])
+        # The first to end is the cause; a rank process that was killed itself could not write an end.
+        named = sorted((record for record in failed if 'code' in record), key=lambda record: record['ended'])
         crashed = [record for record in named if record['code'] not in self.codes.quiet]
+        silent = sorted(record['rank'] for record in failed if 'code' not in record)
+        if silent and all(record['code'] in (-signal.SIGTERM, -signal.SIGKILL) for record in crashed):  # ended by the launcher
+            which = f'rank {silent[0]} was' if len(silent) == 1 else f'ranks {", ".join(map(str, silent))} were'
+            return Outcome(1, silent[0], f'{which} killed without a word, rank process included (by hand, out of memory, or a '
+                           'container\'s limit)', log)
         # A stop takes every rank; beside a crash it is what the launcher told the others.
         first = (crashed or named or [None])[0]
         if first is None:
-            return Outcome(1, -1, f'{len(failed) or "some"} rank(s) were killed without a word (the machine, or its memory?)', log)
+            return Outcome(1, -1, f'{self.state.ranks - len(records)} rank(s) did not start: {_last_line(tail(log, 5))}', log)
         where = log if first['rank'] == self.first_rank and self.first_rank == 0 else \
             os.path.join(folder, f'rank_{first["rank"]}.log')
         reason = last_error(where) if first['code'] > 0 else ''

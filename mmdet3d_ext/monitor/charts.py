@@ -27,12 +27,14 @@ class Curve:
 
 @dataclass
 class Chart:
-    """Curves over one time axis. ``limit``: a threshold to draw; ``joints``: steps at which the run was resumed."""
+    """Curves over one time axis. ``whole``: only whole steps exist; ``limits``: thresholds to draw; ``joints``:
+    steps at which the run was resumed."""
 
     title: str
     curves: List[Curve]
     unit: str = 'epoch'
     log: bool = False
+    whole: bool = False
     limits: List[Tuple[str, float]] = field(default_factory=list)
     joints: Sequence[float] = ()
 
@@ -127,6 +129,8 @@ def svg(chart: Chart, number: int) -> str:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
                      f'<text x="{LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{text_of(value)}</text>')
     for value in ticks(scale.x0, scale.x1, 6):
+        if chart.whole and value != int(value):
+            continue
         x = scale.x(value)
         parts.append(f'<line class="tick" x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 4}"/>'
                      f'<text x="{x:.1f}" y="{bottom + 15}" text-anchor="middle">{text_of(value)}</text>')

@@ -168,7 +168,7 @@ def _evaluation(run: Run, other: Optional[Run]) -> str:
             if (group, label) in theirs:
                 curves.append(Curve(f'{label} ({other.name})', other_epochs, theirs[group, label], dashed=True, colour=index))
         if curves and group != 'other':
-            charts.append(svg(Chart(title, curves), 100 + len(charts)))
+            charts.append(svg(Chart(title, curves, whole=True), 100 + len(charts)))
     head = ''.join(f'<th>{epoch}</th>' for epoch in epochs)
     body = ''.join(f'<tr><th>{escape(label)}</th>{_cells(values)}</tr>' for _, label, values in rows)
     return (f'<div class="charts">{"".join(charts)}</div><div class="wide"><table class="numbers"><thead><tr><th>after epoch</th>'

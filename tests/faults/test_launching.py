@@ -70,7 +70,8 @@ def runs(tmp_path):
 
 
 @pytest.mark.parametrize('do, words', [('raise', 'rank 1 ended with exit code 1 (ValueError: injected into rank 1)'),
-                                       ('kill', 'rank 1 was killed by SIGKILL')])
+                                       ('kill', 'rank 1 was killed by SIGKILL'),
+                                       ('parent', 'killed without a word, rank process included')])
 def test_a_crash_restarts_from_the_newest_checkpoint(runs, fault_record, do, words):
     runs.start(faults=[{'rank': 1, 'attempt': 1, 'step': 15, 'do': do}])
     found = runs.until(state.FINISHED)
@@ -78,7 +79,8 @@ def test_a_crash_restarts_from_the_newest_checkpoint(runs, fault_record, do, wor
     assert 'rank 0 starts at step' in Path(found.history[1]['log']).read_text()
     start = int(json.loads((runs.folder / 'run' / 'seen_0.json').read_text())['START_STEP'])
     assert start >= 10 and runs.weight() == expected(40)
-    fault_record(f'a rank {"raises" if do == "raise" else "is killed (SIGKILL)"} under tools/launch.py',
+    how = {'raise': 'raises', 'kill': 'is killed (SIGKILL)', 'parent': 'is killed with the process around it'}[do]
+    fault_record(f'a rank {how} under tools/launch.py',
                  'the crash is named, the run is started again from its newest checkpoint and ends with the right weights',
                  'the steps since that checkpoint')
 
@@ -218,3 +220,15 @@ def test_stop_during_the_pause_before_a_restart(runs):
     runs.until(state.WAITING)
     done = runs.tool('stop', 'run')
     assert done.returncode == 0 and 'stopped while waiting for a restart' in done.stdout
+
+
+@pytest.mark.slow
+def test_a_short_soak_of_the_real_trainer(tmp_path, fault_record):
+    """Random strikes at two ranks for some seconds; tests/faults/soak.py does it for as long as one likes."""
+    done = subprocess.run([sys.executable, str(REPO / 'tests' / 'faults' / 'soak.py'), '--minutes', '0.3', '--seed', '1', '--out',
+                           str(tmp_path / 'soak')], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / 'soak' / 'report.json').read_text())
+    assert report['bitwise equal'] and sum(report['strikes'].values()) >= 1
+    fault_record(f'soak of the real trainer: {", ".join(report["strikes"])}', 'restarted each time; at the end weights, averages and '
+                 'optimizer are bitwise those of a run left alone')

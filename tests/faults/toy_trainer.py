@@ -2,7 +2,8 @@
 
 ``toy_trainer.py CONFIG --run-dir D [--resume_from auto]``; the configuration is JSON: ``steps``, ``every`` (steps between
 checkpoints), ``seconds`` (per step), and ``faults``: lists of {rank, attempt, step, do}, with ``do`` one of ``raise``, ``kill``,
-``mistake``, ``full`` (exit code 3), ``orphan`` (leave a process behind, then be killed), ``hang``, ``deaf`` (ignore SIGTERM).
+``mistake``, ``full`` (exit code 3), ``orphan`` (leave a process behind, then be killed), ``parent`` (the rank process is
+killed), ``deaf`` (ignore SIGTERM).
 The weights are a number that every step changes, so a lost or repeated step shows.
 """
 import argparse
@@ -46,11 +47,12 @@ def fault(step):
                 raise ValueError(f'injected into rank {rank}')
             if item['do'] == 'kill':
                 os.kill(os.getpid(), signal.SIGKILL)
+            if item['do'] == 'parent':
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(300)
             if item['do'] == 'orphan':
                 subprocess.Popen(['sleep', '300'], start_new_session=True)
                 os.kill(os.getpid(), signal.SIGKILL)
-            if item['do'] == 'hang':
-                time.sleep(300)
             if item['do'] == 'deaf':
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
             if item['do'] in ('mistake', 'full'):

@@ -16,6 +16,7 @@ import concurrent.futures
 import datetime
 import gc
 import json
+import logging
 import multiprocessing
 import os
 import shlex
@@ -94,8 +95,6 @@ def settings(item: Dict[str, Any]) -> Any:
 
 def measure(item: Dict[str, Any], device: Any, iterations: int) -> Dict[str, Any]:
     """Train a few steps as the runner does; what the allocator says, and the median time of a step."""
-    import logging
-
     import torch
     from inputs import keyframe_cloud
 
@@ -179,6 +178,7 @@ def _count_voxels(model: Any, batch: Dict[str, Any]) -> Optional[int]:
 def worker(rows_file: str, out_file: str, device_name: str, cap: float, iterations: int) -> None:
     """Measure the rows of a file one after the other; one line of JSON each, as soon as it is known."""
     import torch
+    logging.disable(logging.WARNING)
     device = torch.device(device_name)
     if device.type == 'cuda':
         total = torch.cuda.get_device_properties(0).total_memory
@@ -251,6 +251,7 @@ def predict(item: Dict[str, Any]) -> Dict[str, Any]:
     begin = time.perf_counter()
     try:
         import torch
+        logging.disable(logging.WARNING)
         torch.set_num_threads(1)
         from mmdet3d_ext.engine.memory.plan import make_plan
         points = {'points': 2000} if item['config'] == TINY else {}

@@ -33,8 +33,10 @@ def parser() -> argparse.ArgumentParser:
                                      allow_abbrev=False, usage='benchmark.py CONFIG [options] [--any.key value ...]')
     result.add_argument('config', help='YAML configuration')
     result.add_argument('--mode', choices=('train', 'infer'), default='train')
-    result.add_argument('--batch', type=int, nargs='+', metavar='B', help='samples per process (default: the configuration\'s; infer: 1)')
-    result.add_argument('--precision', nargs='+', default=['fp32'], metavar='P', help='fp32 (no TF32), torch (its default: TF32 in convolutions), tf32, fp16, bf16 (default fp32)')
+    result.add_argument('--batch', type=int, nargs='+', metavar='B',
+                        help='samples per process (default: the configuration\'s; infer: 1)')
+    result.add_argument('--precision', nargs='+', default=['fp32'], metavar='P',
+                        help='fp32 (no TF32), torch (its default: TF32 in convolutions), tf32, fp16, bf16 (default fp32)')
     result.add_argument('--inputs', choices=('random', 'data'), default='random', help='random batches on the device, or the data set')
     result.add_argument('--points', type=int, metavar='P', help='points per drawn cloud (default: of ten real sweeps)')
     result.add_argument('--cloud', metavar='F', help='a .bin of float32 rows (5 columns) to use as every sample\'s cloud')

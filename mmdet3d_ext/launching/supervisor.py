@@ -192,7 +192,7 @@ class Supervisor:
         named = sorted((record for record in failed if 'code' in record), key=lambda record: record['ended'])
         crashed = [record for record in named if record['code'] not in self.codes.quiet]
         silent = sorted(record['rank'] for record in failed if 'code' not in record)
-        if silent and all(record['code'] in (-signal.SIGTERM, -signal.SIGKILL) for record in crashed):  # ended by the launcher
+        if silent and all(record['code'] == -signal.SIGTERM for record in crashed):  # which launchers send to the others
             which = f'rank {silent[0]} was' if len(silent) == 1 else f'ranks {", ".join(map(str, silent))} were'
             return Outcome(1, silent[0], f'{which} killed without a word, rank process included (by hand, out of memory, or a '
                            'container\'s limit)', log)

@@ -25,7 +25,7 @@ WITHOUT_EFFECT = {
 def translate(cfg: Any) -> None:
     """Adapt ``cfg`` (a resolved :class:`~.config.Config`) in place, with one warning for each difference."""
     for check in (_test_mode, _schedules, _radar, _radii, _sweeps, _paste, _jitter, _without_effect, _class_order, _evaluation,
-                  _sync_bn):
+                  _sync_bn, _test_grid):
         for key, message in check(cfg):
             # From load_config's caller's point of view: that is who can do something about it.
             warnings.warn(f'{cfg.where(key)}: {message}', stacklevel=4)
@@ -140,6 +140,19 @@ def _class_order(cfg: Any) -> Iterator[Finding]:
                                  'are found by name; write it there')
 
 
+def _test_grid(cfg: Any) -> Iterator[Finding]:
+    """The reference's PointPillars leaves another model's grid in its test_cfg, where nothing reads it."""
+    key = 'model.heads.object'
+    train, test = (cfg.select(f'{key}.{part}') for part in ('train_cfg', 'test_cfg'))
+    if not isinstance(train, Mapping) or not isinstance(test, Mapping):
+        return
+    right, given = train.get('grid_size'), test.get('grid_size')
+    if isinstance(right, list) and isinstance(given, list) and given[:2] != right[:2] \
+            and _rank(cfg, f'{key}.train_cfg.grid_size') > _rank(cfg, f'{key}.test_cfg.grid_size'):
+        test['grid_size'] = list(right)
+        yield f'{key}.test_cfg.grid_size', f'is taken as {right}, like train_cfg.grid_size: both are the same map; write it there'
+
+
 def _evaluation(cfg: Any) -> Iterator[Finding]:
     own, validated = cfg.select('evaluation.pipeline'), cfg.select('data.val.pipeline')
     if own is not None and validated is not None and own != validated:
@@ -150,6 +163,12 @@ def _sync_bn(cfg: Any) -> Iterator[Finding]:
     exclude = cfg.select('sync_bn.exclude') if isinstance(cfg.get('sync_bn'), Mapping) else None
     if exclude:
         yield 'sync_bn.exclude', f'has no effect: all batch norms are synchronised, {exclude} too; write sync_bn: true or false'
+
+
+def _rank(cfg: Any, key: str) -> int:
+    """How late a key was written: the position of its file, after all files for the command line."""
+    source = cfg.source_of(key)
+    return cfg.files.index(source) if source in cfg.files else len(cfg.files)
 
 
 def _step(data: Mapping[str, Any], kind: str) -> Optional[Mapping[str, Any]]:

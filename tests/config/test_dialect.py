@@ -258,6 +258,22 @@ def test_classes_in_an_order_of_ones_own_are_named_in_the_head(tmp_path, leaf, t
     assert (cfg.model.heads.object.get('class_names') == cfg.object_classes) == (taken or 'class_names' in leaf)
 
 
+def test_a_grid_of_another_model_left_in_test_cfg(tmp_path):
+    head = 'model: {heads: {object: {train_cfg: {grid_size: [512, 512, 1]}TEST}}}\n'
+    inherited = CENTERPOINT.replace('test_cfg: {', 'test_cfg: {grid_size: [1024, 1024, 1], ')
+    for name, text in {'default.yaml': ROOT, 'nuscenes/default.yaml': NUSCENES, 'nuscenes/det/default.yaml': inherited}.items():
+        (tmp_path / 'configs' / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / 'configs' / name).write_text(text)
+    leaf = tmp_path / 'configs/nuscenes/det/leaf.yaml'
+    for test, grid in (('', [512, 512, 1]), (', test_cfg: {grid_size: [256, 256, 1]}', [256, 256, 1])):
+        leaf.write_text(head.replace('TEST', test))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            cfg = load_config(str(leaf))
+        assert cfg.model.heads.object.test_cfg.grid_size == grid, 'what stands in the same file is a mistake, and checked later'
+        assert any("test_cfg.grid_size': is taken as [512, 512, 1]" in str(w.message) for w in caught) == (not test)
+
+
 def test_a_pipeline_of_evaluation_that_is_not_the_one_that_runs(tmp_path):
     only(load(tmp_path, 'evaluation: {pipeline: []}\n')[1], r"key 'evaluation\.pipeline': has no effect: .*data\.val\.pipeline")
     assert not any('evaluation.pipeline' in message for message in load(tmp_path, '')[1])

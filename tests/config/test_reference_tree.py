@@ -25,7 +25,9 @@ ALWAYS = {'data.val.test_mode'}
 CENTERPOINT = {'model.heads.object.test_cfg.min_radius', 'model.heads.object.train_cfg.dense_reg',
                'model.heads.object.test_cfg.max_per_img'}
 SWEEPS, PASTE = {'train_pipeline'}, {'gt_paste_stop_epoch'}
+PILLARS = FUSION + 'lidar/pointpillars.yaml'
 SAID = {
+    PILLARS: ALWAYS | SWEEPS | {'model.heads.object.test_cfg.grid_size'},
     RADAR: ALWAYS | CENTERPOINT | PASTE | {f'data.{part}.modality' for part in ('train.dataset', 'val', 'test')},
     CENTER + 'camera/': ALWAYS | CENTERPOINT | {'lr_config.min_lr_ratio'},
     FUSION: ALWAYS | SWEEPS,
@@ -72,8 +74,6 @@ def test_a_leaf_is_the_shipped_model(tree, name):
         head.pop('class_names', None)                    # by name here, by number there
         for section in ('train_cfg', 'test_cfg'):
             settings = head.get(section, {})
-            if name.endswith('pointpillars.yaml') and section == 'test_cfg':
-                settings.pop('grid_size')                # another model's grid there
             if 'grid_size' in settings:
                 settings['grid_size'] = settings['grid_size'][:2]
             for key in ('dense_reg', 'max_objs', 'max_per_img', 'max_pool_nms'):
@@ -86,6 +86,18 @@ def test_a_leaf_is_the_shipped_model(tree, name):
     assert cfg.optimizer.type == shipped.optimizer.type and cfg.optimizer.lr == shipped.optimizer.lr
     assert cfg.lr_config.policy == shipped.lr_config.policy and cfg.max_epochs == shipped.max_epochs
     assert (cfg.get('momentum_config') is None) == (shipped.momentum_config is None)
+
+
+@pytest.mark.parametrize('name', LEAVES)
+def test_training_takes_it_as_it_is(tree, name):
+    """The check before training refuses nothing in it; a LiDAR model's different sweeps are said with the number to write."""
+    from mmdet3d_ext.checks import check_config
+    report = check_config(load(tree / name)[0], 8)
+    template = name.endswith('swint_v0p075/default.yaml')  # no fuser: it is there to be inherited from
+    assert [error.key for error in report.errors] == (['model.fuser'] if template else [])
+    sweeps = 'data.train.dataset.pipeline.2.sweeps_num'
+    assert {one.key: one.write for one in report.warnings if 'sweeps_num' in one.key} == (
+        {sweeps: {sweeps: 9}} if name.startswith(FUSION) else {})
 
 
 @pytest.mark.parametrize('name', [RADAR + 'dlss.yaml', FUSION + 'camera+lidar/swint_v0p075/convfuser.yaml'])

@@ -187,8 +187,9 @@ def finish(processes, timeout=60):
     return [process.exitcode for process in processes]
 
 
-def run(folder, config, **kwargs):
-    return finish(start(folder, config, **kwargs))
+def run(folder, config, timeout=60, **kwargs):
+    """:func:`start` and :func:`finish`."""
+    return finish(start(folder, config, **kwargs), timeout)
 
 
 def screen(folder, rank=0):
@@ -223,3 +224,22 @@ def kill_points(count, last, seed=0):
     draw = np.random.default_rng(seed)
     moments = ['before_train_iter', 'after_train_iter', 'writing']
     return [(int(draw.integers(1, last)), moments[i % len(moments)]) for i in range(count)]
+
+
+def tiny_words(root, infos):
+    """Words of the tiny multitask configuration on the synthetic data of ``root``; makes its info files and database."""
+    import importlib.util
+    repo = Path(__file__).resolve().parents[2]
+    spec = importlib.util.spec_from_file_location('create_data_tool', repo / 'tools' / 'create_data.py')
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    assert tool.main(['nuscenes', '--root-path', str(root), '--out-dir', str(infos), '--version', 'v1.0-mini']) == 0
+    return ['--dataset_root', f'{root}/', '--train_dataset.ann_file', f'{infos}/nuscenes_infos_train.pkl', '--data.val', 'null',
+            '--max_epochs', '1', '--data.samples_per_gpu', '1', '--log_config.interval', '1']
+
+
+def tiny(words, hooks=()):
+    repo = Path(__file__).resolve().parents[2]
+    config = load_config(str(repo / 'configs' / 'synthetic' / 'multitask_tiny.yaml'), [str(word) for word in words])
+    config.custom_hooks = list(hooks)
+    return config

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from faulty import CHANGES, DATA, FaultyModel, content, finite, run, same_state, screen, settings  # noqa: E402
+from faulty import CHANGES, DATA, FaultyModel, content, finite, run, same_state, screen, settings, tiny, tiny_words  # noqa: E402
 from mmcv.runner import HOOKS, Hook  # noqa: E402
 
 from mmdet3d_ext.engine.checkpoint import list_checkpoints, read_checkpoint, write_atomic  # noqa: E402
@@ -191,3 +191,28 @@ def test_a_spike_raises_an_alarm_and_keeps_the_checkpoint_before_it(tmp_path, fa
     assert kept == ['before_spike_epoch_4_iter_4.pth'] and finite(content(tmp_path, kept[0]))
     assert not (tmp_path / 'run' / 'epoch_4.pth').exists(), 'only the last two are kept otherwise'
     fault_record('the loss jumps', 'an ALARM line with its samples; the checkpoint before it is kept')
+
+
+@pytest.mark.slow
+def test_the_real_model_with_infinite_inputs(tmp_path, synthetic_root, fault_record):
+    """Images, then points, are not finite: no matcher and no kernel ends the run, and the batch is named."""
+    @HOOKS.register_module(force=True)
+    class FaultyInputs(Hook):
+        def before_train_iter(self, runner):
+            batch = runner.data_batch
+            if runner.iter == 1:
+                batch['img'].data[0][0, 2, :, 5] = float('inf')
+            if runner.iter == 3:
+                batch['points'].data[0][0][:7, 4] = float('nan')
+
+    config = tiny(tiny_words(synthetic_root, tmp_path / 'infos'), [{'type': 'FaultyInputs', 'priority': 'VERY_HIGH'}])
+    assert run(tmp_path, config, timeout=200) == [0]
+    end, text = content(tmp_path), screen(tmp_path)
+    assert finite(end) and end['optimizer_hook']['counts'] == {'steps': 4, 'scaler_skips': 0, 'nonfinite_skips': 2}
+    for key, count in (('img', 3 * config.image_size[1]), ('points', 7)):
+        assert re.search(rf'the batch itself holds non-finite values: {key} of sample \w+ \({count} values\)', text)
+    for path in sorted((tmp_path / 'run' / 'bad_batches').glob('*.pth')):
+        saved, finding = replay(str(path), CPU)
+        assert finding.bad_losses and report(saved, finding, 'float32')
+    fault_record('images or points with Inf or NaN, tiny multitask model', 'the step is skipped, sample and input are named, the batch '
+                 'replays', 'that step')

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from faulty import CHANGES, DATA, content, finish, kill_points, run, same_state, screen, settings, start  # noqa: E402
+from faulty import CHANGES, DATA, content, finish, kill_points, run, same_state, screen, settings, start, tiny, tiny_words  # noqa: E402
 
 from mmdet3d_ext.engine.checkpoint import list_checkpoints  # noqa: E402
 
@@ -195,3 +195,25 @@ def test_only_a_bounded_number_of_files_is_kept(tmp_path):
     config = settings(other, checkpoint_config={**CHANGES['checkpoint_config'], 'every_iters': 1}, custom_hooks=kill, data=DATA)
     assert run(other, config) == [-signal.SIGKILL]
     assert names(other) == ['epoch_1.pth', 'epoch_1_iter_6.pth', 'epoch_1_iter_8.pth']  # groups of two steps are not split
+
+
+@pytest.mark.slow
+def test_the_real_model_is_killed_within_an_epoch(tmp_path, synthetic_root, fault_record):
+    """The tiny multitask configuration: cameras, points, object paste, map labels, both heads; workers, augmentation, dropout."""
+    infos = tmp_path / 'infos'
+    paste = f'{{type: ObjectPaste, stop_epoch: 1, db_sampler: {{dataset_root: {infos}, info_path: {infos}/nuscenes_dbinfos_train.pkl, ' \
+            'rate: 1.0, classes: "${object_classes}", sample_groups: {car: 8, pedestrian: 8}}}'
+    words = [*tiny_words(synthetic_root, infos), '--templates.steps.paste', f'[{paste}]', '--gt_paste_stop_epoch', 1, '--ema',
+             '{decay: 0.9}', '--checkpoint_config.every_iters', 2, '--data.workers_per_gpu', 1]
+    assert 'ObjectPaste' in [step['type'] for step in tiny(words).train_dataset.pipeline]
+    left = tmp_path / 'alone'
+    left.mkdir()
+    assert run(left, tiny(words), timeout=200) == [0]
+    kill = [{'type': 'FaultyKill', 'step': 3, 'priority': 'LOWEST'}]
+    assert run(tmp_path, tiny(words, kill), timeout=200) == [-signal.SIGKILL]
+    assert names(tmp_path) == ['epoch_0_iter_2.pth']
+    words[-1] = 0
+    assert run(tmp_path, tiny(words), timeout=200, resume='auto') == [0]
+    assert same_state(content(tmp_path), content(left))
+    fault_record('SIGKILL of the tiny multitask model within an epoch', 'resumed; weights, averages and optimizer are bitwise those of '
+                 'a run left alone')

@@ -125,6 +125,8 @@ def _state(run: Run, age: Optional[float], due: Optional[float], now: float):
     if age is None:
         return STARTING, message or 'no log yet', limit
     if age <= limit:
+        if phase in ('waiting', 'stopping'):
+            return RUNNING, f'{phase}: {message}', limit
         if not run.train:
             return STARTING, f'no training line yet; the log was written {duration(age)} ago', limit
         if _at_epoch_end(run):

@@ -8,7 +8,7 @@ from typing import Iterable, List, Optional, Sequence, TextIO
 
 from .evaluation import summary
 from .health import BAD, GOOD, INFO, WARN, Mark, health
-from .progress import FAILED, FINISHED, RUNNING, SILENT, Progress, duration, progress
+from .progress import FAILED, FINISHED, RUNNING, SILENT, STOPPED, Progress, duration, progress
 from .records import finite
 from .run import Run
 
@@ -229,7 +229,7 @@ def follow(run: Run, seconds: float, stream: Optional[TextIO] = None, rounds: Op
         stream.write((CLEAR if stream.isatty() else '\n' if shown else '') + text)
         stream.flush()
         shown += 1
-        if progress(run).state in (FINISHED, FAILED) or (rounds is not None and shown >= rounds):
+        if progress(run).state in (FINISHED, FAILED, STOPPED) or (rounds is not None and shown >= rounds):
             return
         time.sleep(seconds)
         run.refresh()

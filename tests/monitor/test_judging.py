@@ -93,6 +93,17 @@ def test_what_the_launcher_wrote_is_believed(tmp_path, phase, state):
     assert found.state == state and found.text == 'rank 1 was killed'
 
 
+def test_a_restart_that_is_waited_for_is_told(tmp_path):
+    folder = make_run(tmp_path / 'run', schedule(upto=(2, 500)))
+    (folder / 'launch').mkdir()
+    (folder / 'launch' / 'state.json').write_text(json.dumps({'phase': 'waiting', 'message': 'rank 1 raised. Restart 2 in 4 s',
+                                                              'restarts': 2, 'last_crash': 'rank 1 raised'}))
+    assert state_of(folder).state == RUNNING and 'Restart 2 in 4 s' in state_of(folder).text
+    assert marks_of(folder)['restarts'].level == WARN and 'rank 1 raised' in marks_of(folder)['restarts'].text
+    set_age(folder, 4000)
+    assert state_of(folder).state == SILENT  # the launcher itself is gone
+
+
 def test_the_references_log_has_a_speed_but_no_end(tmp_path):
     path = tmp_path / 'x.log.json'
     write_json(path, schedule(upto=(2, 500)), {})

@@ -85,6 +85,28 @@ def test_every_word_arrives_as_it_was_typed(tmp_path, folder):
     assert json.loads((tmp_path / folder / 'words.json').read_text())[4:] == words
 
 
+# ---- checks ------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('doctor, check, starts', [(0, 0, True), (1, 0, True), (2, 0, False), (0, 1, False), (0, 2, False)])
+def test_machine_and_configuration_are_checked_before_anything_starts(tmp_path, monkeypatch, capsys, doctor, check, starts):
+    monkeypatch.syspath_prepend(str(REPO / 'tools'))
+    import launch
+    said = []
+
+    def run(command, env):
+        said.append([Path(command[1]).name, *command[2:]])
+        assert env['LD_LIBRARY_PATH'].split(':')[0].endswith('torch/lib')
+        return subprocess.CompletedProcess(command, doctor if 'doctor.py' in command[1] else check)
+
+    monkeypatch.setattr(launch.subprocess, 'run', run)
+    code = launch.main(['start', 'c.yaml', '-n', '1', '--run-dir', str(tmp_path / 'run'), '--dry-run', '--gpus', '',
+                        '--resume_from', 'auto', '--max_epochs', '3', '--deterministic'])
+    assert code == (0 if starts else 2)
+    assert said == [['doctor.py', 'c.yaml', '--processes', '1', '--run-dir', str(tmp_path / 'run'), '--max_epochs', '3'],
+                    ['check_config.py', 'c.yaml', '--gpus', '1', '--max_epochs', '3']]
+    assert ('nothing was started. --skip-checks' in capsys.readouterr().err) != starts and not (tmp_path / 'run').exists()
+
+
 # ---- launchers ---------------------------------------------------------------------------------------------------------
 
 def test_torchrun_is_taken_where_mpirun_is_missing_or_broken(tmp_path):

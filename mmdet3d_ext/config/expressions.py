@@ -72,6 +72,19 @@ def _limit(size: int, what: str) -> None:
         raise ExpressionError(f'{what} would make {size} items; the limit is {MAX_ITEMS}')
 
 
+def _whole_size(value: Any) -> int:
+    """Characters and items of ``value`` at every depth, counted until they pass the limit."""
+    size, left = 0, [value]
+    while left and size <= MAX_ITEMS:
+        item = left.pop()
+        size += max(1, len(item)) if isinstance(item, str) else 1
+        if isinstance(item, (list, tuple)):
+            left += item
+        elif isinstance(item, Mapping):
+            left += item.values()
+    return size
+
+
 def spans(text: str) -> List[Tuple[int, int, str]]:
     """The ``${...}`` parts of ``text`` as (start, end, expression), braces and quotes balanced.
 
@@ -240,6 +253,7 @@ class Resolver:
             if rounds >= MAX_ROUNDS:
                 raise ExpressionError(f'still an expression after {MAX_ROUNDS} evaluations')
             return self._again(self._text(value), rounds + 1)
+        self._count()
         if isinstance(value, Mapping):
             return {key: self._again(item, rounds) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -398,7 +412,8 @@ class Resolver:
         if isinstance(node.op, ast.Mult):
             for sequence, times in ((left, right), (right, left)):
                 if isinstance(sequence, (str, list)) and isinstance(times, int):
-                    _limit(len(sequence) * max(times, 0), 'the multiplication')
+                    # At every depth: the copies are one object, but are compared and resolved item by item.
+                    _limit(_whole_size(sequence) * max(times, 0), 'the multiplication')
         elif isinstance(node.op, ast.Pow):
             self._check_power(left, right)
         elif isinstance(node.op, ast.Mod) and isinstance(left, str):

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any, Sequence
+import warnings
+from typing import Any, List, Sequence
 
 import torch
 
@@ -15,13 +16,29 @@ from .building import check_number
 def load_settings(path: str, overrides: Sequence[str]) -> Any:
     """:func:`mmdet3d_ext.config.load_config`; a mistake in a file or override becomes one clean message.
 
+    What the loader says about values that the reference means differently is shown as one line each, by one rank of a machine.
+
     Raises:
         UserError: with the loader's message (file, line, key, nearest known key).
     """
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter('always')
+        try:
+            return load_config(path, list(overrides))
+        except ConfigError as error:
+            raise launching.UserError(str(error)) from None
+        finally:
+            _show(said)
+
+
+def _show(said: List[warnings.WarningMessage]) -> None:
     try:
-        return load_config(path, list(overrides))
-    except ConfigError as error:
-        raise launching.UserError(str(error)) from None
+        first = launching.detect().local_rank == 0
+    except launching.LaunchError:  # said when the ranks meet
+        first = True
+    for one in said:
+        if first and issubclass(one.category, UserWarning):
+            print(f'warning: {one.message}', file=sys.stderr)
 
 
 def start(cfg: Any, arguments: argparse.Namespace) -> torch.device:

@@ -101,7 +101,8 @@ def extension():
     # at::parallel_for is a plain loop in a translation unit compiled without OpenMP.
     flags = {'cxx': ['-O3', '-std=c++17', '-fopenmp', '-fvisibility=hidden'] + (['-DMMDET3D_EXT_CUDA'] if cuda else [])}
     if cuda:
-        flags['nvcc'] = ['-O3', '-std=c++17', '-DMMDET3D_EXT_CUDA', '-lineinfo', '--expt-relaxed-constexpr']
+        flags['nvcc'] = ['-O3', '-std=c++17', '-DMMDET3D_EXT_CUDA', '-lineinfo', '--expt-relaxed-constexpr',
+                         '-DCUB_WRAPPED_NAMESPACE=mmdet3d_ext_cub']
     make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
     headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob('csrc/**/*.h')) + [str(header)]
     return make(

@@ -8,8 +8,9 @@ Examples:
     python benchmarks/ops.py --out docs/benchmarks  # writes ops_<device>.json and ops_<device>.md
 
 Each call is timed alone, from an idle device and a flushed cache until the device is idle again, launch costs included; inputs
-lie on the device. Memory is the peak above the inputs, forward and backward with the incoming gradient. The floor is the time to
-move each byte of inputs and outputs once at the measured copy bandwidth.
+lie on the device. The calls that are compared take turns in short rounds, so that a slow spell of the machine meets all. Memory is the peak
+above the inputs, forward and backward with the incoming gradient. Floors: the time to move each byte of inputs and outputs once at
+the measured copy bandwidth, and the memory of the output and the gradients, which any implementation must hold at once.
 """
 
 from __future__ import annotations
@@ -41,19 +42,26 @@ class Clock:
         self.device, self.repeat = device, repeat
         self.flush = torch.empty(256 * MIB, dtype=torch.uint8, device=device) if device == 'cuda' else None
 
-    def milliseconds(self, call) -> float:
-        times = []
-        for _ in range(self.repeat + 3):
-            if self.device == 'cuda':
-                self.flush.zero_()
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            result = call()
-            if self.device == 'cuda':
-                torch.cuda.synchronize()
-            times.append(1e3 * (time.perf_counter() - start))
-            del result
-        return statistics.median(times[3:])
+    def once(self, call) -> float:
+        """Milliseconds of one call."""
+        if self.device == 'cuda':
+            self.flush.zero_()
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = call()
+        if self.device == 'cuda':
+            torch.cuda.synchronize()
+        elapsed = 1e3 * (time.perf_counter() - start)
+        del result
+        return elapsed
+
+    def milliseconds(self, *calls, rounds: int = 4, warm: int = 3) -> list:
+        """The median of each call. Each has several short rounds in a row, whose first calls are not counted."""
+        times = [[] for _ in calls]
+        for _ in range(rounds):
+            for call, mine in zip(calls, times):
+                mine += [self.once(call) for _ in range(warm + -(-self.repeat // rounds))][warm:]
+        return [statistics.median(mine) for mine in times]
 
     def peak(self, call) -> float:
         """MiB above what is allocated before; None on the CPU."""
@@ -81,7 +89,7 @@ class Clock:
         """GB/s of a large copy, bytes read plus bytes written."""
         size = (4096 if self.device == 'cuda' else 256) * MIB
         source, target = (torch.ones(size, dtype=torch.uint8, device=self.device) for _ in range(2))
-        return 2 * size / self.milliseconds(lambda: target.copy_(source)) / 1e6
+        return 2 * size / self.milliseconds(lambda: target.copy_(source))[0] / 1e6
 
 
 def with_backward(call, leaves):
@@ -100,22 +108,31 @@ def size_of(*tensors) -> int:
 
 def bench(clock, name, variants, leaves, forward_bytes, total_bytes, bandwidth, kept=None):
     """One row per variant; the first is ours."""
-    rows = []
+    rows, good, held = [], [], 0
     for label, call in variants.items():
         row = dict(work=name, op=label)
+        run = with_backward(call, leaves) if leaves else call
         try:
-            row['forward_ms'] = clock.milliseconds(call)
-            run = with_backward(call, leaves) if leaves else call
-            row['total_ms'] = clock.milliseconds(run) if leaves else None
             row['peak_mib'] = clock.peak(run)
             row['kept_mib'] = clock.kept(kept[label], leaves[0]) if kept else None
+            result = run()
+            if not rows:
+                held = size_of(result[0], result[0], *result[1]) if leaves else size_of(*result)
+            del result
+            good.append((row, call, run))
         except (RuntimeError, ImportError, NotImplementedError) as error:
             row['error'] = str(error).splitlines()[0][:200]
         rows.append(row)
+    calls = [call for _, call, _ in good] + [run for _, _, run in good] * bool(leaves)
+    times = clock.milliseconds(*calls)
+    for k, (row, _, _) in enumerate(good):
+        row['forward_ms'] = times[k]
+        row['total_ms'] = times[len(good) + k] if leaves else None
     mine = rows[0]
     for row in rows:
         row['floor_forward_ms'] = forward_bytes / bandwidth / 1e6
         row['floor_total_ms'] = total_bytes / bandwidth / 1e6 if leaves else None
+        row['floor_mib'] = held / MIB
         for key in ('forward_ms', 'total_ms', 'peak_mib'):
             if row.get(key) and mine.get(key) and row is not mine:
                 row[f'ours_is_{key.split("_")[0]}_x'] = row[key] / mine[key]
@@ -135,6 +152,7 @@ COLUMNS = (
     'forward ms',
     'fwd+bwd ms',
     'peak MiB',
+    'floor MiB',
     'kept MiB',
     'floor fwd ms',
     'of copy bandwidth',
@@ -146,13 +164,14 @@ COLUMNS = (
 
 def cells(row):
     if 'error' in row:
-        return [row['work'], row['op'], f'failed: {row["error"]}'] + ['-'] * 8
+        return [row['work'], row['op'], f'failed: {row["error"]}'] + ['-'] * (len(COLUMNS) - 3)
     return [
         row['work'],
         row['op'],
         cell(row['forward_ms']),
         cell(row['total_ms']),
         cell(row['peak_mib'], '{:.0f}'),
+        cell(row['floor_mib'], '{:.0f}'),
         cell(row.get('kept_mib'), '{:.0f}'),
         cell(row['floor_forward_ms']),
         cell(row['bandwidth_fraction'], '{:.1%}'),
@@ -335,12 +354,15 @@ def main() -> None:
     cuda = args.device == 'cuda'
     clock = Clock(args.device, args.repeat)
     bandwidth = clock.copy_bandwidth()
+    one = torch.ones(1, device=args.device, requires_grad=True)
+    autograd = clock.milliseconds(lambda: one * 2, with_backward(lambda: one * 2, [one]))
     header = dict(
         device=torch.cuda.get_device_name() if cuda else f'CPU, {torch.get_num_threads()} threads',
         torch=torch.__version__,
         build=str(ops.build_info()),
         repeat=args.repeat,
         copy_bandwidth_gb_s=round(bandwidth, 1),
+        one_number_times_two_ms='{:.3f} forward, {:.3f} with backward: what launches and autograd cost by themselves'.format(*autograd),
     )
     print(header)
     print(' | '.join(COLUMNS))

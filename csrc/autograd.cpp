@@ -18,52 +18,61 @@ c10::TypedOperatorHandle<F> find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
 }
 
-Tensor group_reduce_backward(const Tensor& grad, const Tensor& point2voxel, const Tensor& starts, const Tensor& arg, int64_t reduce) {
+// The gradient of the features, from what GroupReduce and PointToVoxel saved. Neither the features nor the result: what they hold is
+// not needed again.
+variable_list reduce_backward(AutogradContext* context, const Tensor& grad, size_t inputs) {
   static const auto op =
       find<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t)>("mmdet3d_ext::group_reduce_backward");
-  return op.call(grad, point2voxel, starts, arg, reduce);
-}
-
-std::tuple<Tensor, Tensor> group_reduce(const Tensor& feats, const Tensor& point2voxel, const Tensor& order, const Tensor& starts,
-                                        const Tensor& has_long, int64_t reduce) {
-  static const auto op = find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t)>(
-      "mmdet3d_ext::group_reduce");
-  return op.call(feats, point2voxel, order, starts, has_long, reduce);
+  variable_list result(inputs);
+  if (!grad.defined()) return result;
+  const variable_list saved = context->get_saved_variables();
+  result[0] = op.call(grad, saved[0], saved[1], saved[2], context->saved_data["reduce"].toInt());
+  return result;
 }
 
 struct GroupReduce : torch::autograd::Function<GroupReduce> {
-  static variable_list forward(AutogradContext* context, const Tensor& feats, const Tensor& point2voxel, const Tensor& order,
-                               const Tensor& starts, const Tensor& has_long, int64_t reduce) {
+  static variable_list forward(AutogradContext* context, const Tensor& feats, const Tensor& point2voxel, const Tensor& counts,
+                               const Tensor& order, const Tensor& starts, const Tensor& has_long, int64_t reduce) {
+    static const auto op = find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                           const Tensor&, int64_t)>("mmdet3d_ext::group_reduce");
     at::AutoDispatchBelowADInplaceOrView below;
-    auto [out, arg] = group_reduce(feats, point2voxel, order, starts, has_long, reduce);
+    auto [out, arg] = op.call(feats, point2voxel, counts, order, starts, has_long, reduce);
     context->mark_non_differentiable({arg});
     context->set_materialize_grads(false);
-    // Neither the features nor the result: what they hold is not needed again.
-    context->save_for_backward({point2voxel, starts, arg});
+    context->save_for_backward({point2voxel, counts, arg});
     context->saved_data["reduce"] = reduce;
     return {out, arg};
   }
 
-  static variable_list backward(AutogradContext* context, const variable_list& grads) {
-    variable_list result(6);
-    if (!grads[0].defined()) return result;
-    const variable_list saved = context->get_saved_variables();
-    result[0] = group_reduce_backward(grads[0], saved[0], saved[1], saved[2], context->saved_data["reduce"].toInt());
-    return result;
-  }
+  static variable_list backward(AutogradContext* context, const variable_list& grads) { return reduce_backward(context, grads[0], 7); }
 };
 
-std::tuple<Tensor, Tensor> group_reduce_autograd(const Tensor& feats, const Tensor& point2voxel, const Tensor& order, const Tensor& starts,
-                                                 const Tensor& has_long, int64_t reduce) {
-  const variable_list out = GroupReduce::apply(feats, point2voxel, order, starts, has_long, reduce);
+std::tuple<Tensor, Tensor> group_reduce_autograd(const Tensor& feats, const Tensor& point2voxel, const Tensor& counts, const Tensor& order,
+                                                 const Tensor& starts, const Tensor& has_long, int64_t reduce) {
+  const variable_list out = GroupReduce::apply(feats, point2voxel, counts, order, starts, has_long, reduce);
   return {out[0], out[1]};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> dynamic_point_to_voxel(const Tensor& feats, const Tensor& coords, int64_t reduce) {
-  static const auto groups =
-      find<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor&)>("mmdet3d_ext::point_groups");
-  auto [voxel_coords, point2voxel, counts, order, starts, has_long] = groups.call(coords);
-  return {std::get<0>(group_reduce(feats, point2voxel, order, starts, has_long, reduce)), voxel_coords, point2voxel, counts};
+struct PointToVoxel : torch::autograd::Function<PointToVoxel> {
+  static variable_list forward(AutogradContext* context, const Tensor& feats, const Tensor& coords, int64_t reduce) {
+    static const auto op = find<std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, int64_t)>(
+        "mmdet3d_ext::dynamic_point_to_voxel");
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [out, voxel_coords, point2voxel, counts, arg] = op.call(feats, coords, reduce);
+    context->mark_non_differentiable({voxel_coords, point2voxel, counts, arg});
+    context->set_materialize_grads(false);
+    context->save_for_backward({point2voxel, counts, arg});
+    context->saved_data["reduce"] = reduce;
+    return {out, voxel_coords, point2voxel, counts, arg};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) { return reduce_backward(context, grads[0], 3); }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> dynamic_point_to_voxel_autograd(const Tensor& feats, const Tensor& coords,
+                                                                                 int64_t reduce) {
+  const variable_list out = PointToVoxel::apply(feats, coords, reduce);
+  return {out[0], out[1], out[2], out[3], out[4]};
 }
 
 Tensor lift_splat(const Tensor& depth, const Tensor& context, const Tensor& cell, const Tensor& order, const Tensor& sorted_key,
@@ -134,10 +143,9 @@ Tensor bev_pool_autograd(const Tensor& feats, const Tensor& cell, const Tensor& 
 
 TORCH_LIBRARY_IMPL(mmdet3d_ext, Autograd, m) {
   m.impl("group_reduce", &group_reduce_autograd);
+  m.impl("dynamic_point_to_voxel", &dynamic_point_to_voxel_autograd);
   m.impl("lift_splat", &lift_splat_autograd);
   m.impl("bev_pool", &bev_pool_autograd);
 }
-
-TORCH_LIBRARY_IMPL(mmdet3d_ext, CompositeImplicitAutograd, m) { m.impl("dynamic_point_to_voxel", &dynamic_point_to_voxel); }
 
 }  // namespace mmdet3d_ext

@@ -11,7 +11,11 @@ __attribute__((used)) const char build_marker[] = "mmdet3d_ext-build{" MMDET3D_E
 }  // namespace mmdet3d_ext
 
 TORCH_LIBRARY(mmdet3d_ext, m) {
-  m.def("build_info() -> str", []() { return std::string(mmdet3d_ext::build_marker); });
+  m.def("build_info() -> str", []() {
+    // Hidden from the compiler, which else stores the record a second time, in pieces that the byte search would take for it.
+    const char* volatile marker = mmdet3d_ext::build_marker;
+    return std::string(marker);
+  });
 
   // points (P, F) -> coords (P, 3) int32 xyz, -1 -1 -1 outside the grid
   m.def("voxel_coords(Tensor points, float[] lower, float[] step, int[] cells) -> Tensor");
@@ -20,16 +24,17 @@ TORCH_LIBRARY(mmdet3d_ext, m) {
       "hard_voxelize(Tensor points, float[] lower, float[] step, int[] cells, int max_num_points, int max_voxels)"
       " -> (Tensor, Tensor, Tensor)");
 
-  // coords (P, K) -> voxel_coords (V, K), point2voxel (P,) int32, counts (V,) int32, order (P,) int32, starts (V + 1,) int32,
-  // has_long (0-dim CPU bool): whether some voxel holds more points than one group of threads should add up
+  // coords (P, K) -> voxel_coords (V, K), point2voxel (P,) int32, counts (V,) int32, order (P,) int32 and -1 behind the
+  // points kept, starts (V + 1,) int32, has_long (0-dim CPU bool): whether some voxel is so full that several blocks of threads share it
   m.def("point_groups(Tensor coords) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   // feats (P, C) -> reduced (V, C), arg (V, C) int32 for max, else (0,)
   m.def(
-      "group_reduce(Tensor feats, Tensor point2voxel, Tensor order, Tensor starts, Tensor has_long, int reduce)"
+      "group_reduce(Tensor feats, Tensor point2voxel, Tensor counts, Tensor order, Tensor starts, Tensor has_long, int reduce)"
       " -> (Tensor, Tensor)");
-  // Both in one call -> reduced (V, C), voxel_coords, point2voxel, counts
-  m.def("dynamic_point_to_voxel(Tensor feats, Tensor coords, int reduce) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def("group_reduce_backward(Tensor grad, Tensor point2voxel, Tensor starts, Tensor arg, int reduce) -> Tensor");
+  // Both in one call -> reduced (V, C), voxel_coords, point2voxel, counts, arg
+  m.def("dynamic_point_to_voxel(Tensor feats, Tensor coords, int reduce) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  // The derivative of both
+  m.def("group_reduce_backward(Tensor grad, Tensor point2voxel, Tensor counts, Tensor arg, int reduce) -> Tensor");
 
   // geometry (B, ..., 3) -> cell (P,) int32 or -1, order (P,) int32, sorted_key (P,) int32, tile_starts (T + 1,) int32
   m.def(

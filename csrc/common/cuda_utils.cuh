@@ -12,9 +12,10 @@
 #include <cub/device/device_scan.cuh>
 #include <utility>
 
-#include "common/device.h"
-
 namespace mmdet3d_ext {
+
+// setup.py puts CUB into a namespace of this library: no other library's kernels of the same name are taken for ours.
+namespace cub = CUB_NS_QUALIFIER;
 
 constexpr int kThreads = 256;
 

@@ -128,7 +128,6 @@ Plan splat_plan_cuda(const at::Tensor& geometry, at::ArrayRef<double> lower, at:
                      bool truncate) {
   check_geometry(geometry);
   const c10::cuda::CUDAGuard guard(geometry.device());
-  require_covered(geometry.device());
   const Grid bounds = Grid::from(lower, step, cells, "splat_plan");
   const int64_t batch = geometry.size(0);
   const SplatGrid grid = SplatGrid::from(cells, batch, "splat_plan");
@@ -143,7 +142,6 @@ Plan splat_plan_cuda(const at::Tensor& geometry, at::ArrayRef<double> lower, at:
 Plan splat_plan_from_coords_cuda(const at::Tensor& coords, int64_t batch, at::IntArrayRef cells) {
   check_pool_coords(coords);
   const c10::cuda::CUDAGuard guard(coords.device());
-  require_covered(coords.device());
   const SplatGrid grid = SplatGrid::from(cells, batch, "splat_plan_from_coords");
   const at::Tensor rows = coords.contiguous();
   const int64_t count = rows.size(0);
@@ -368,7 +366,6 @@ at::Tensor lift_splat_cuda(const at::Tensor& depth, const at::Tensor& context, c
                            const at::Tensor& sorted_key, const at::Tensor& tile_starts, at::IntArrayRef cells) {
   check_lift(depth, context, "lift_splat");
   const c10::cuda::CUDAGuard guard(depth.device());
-  require_covered(depth.device());
   const int64_t batch = depth.size(0), bins = depth.size(2), channels = context.size(2), pixels = depth.size(3) * depth.size(4);
   const SplatGrid grid = SplatGrid::from(cells, batch, "lift_splat");
   check_plan(cell, order, sorted_key, tile_starts, depth.numel(), grid, depth.device(), "lift_splat");
@@ -390,7 +387,6 @@ at::Tensor bev_pool_cuda(const at::Tensor& feats, const at::Tensor& cell, const 
                          const at::Tensor& tile_starts, int64_t batch, at::IntArrayRef cells) {
   check_pool_feats(feats);
   const c10::cuda::CUDAGuard guard(feats.device());
-  require_covered(feats.device());
   const SplatGrid grid = SplatGrid::from(cells, batch, "bev_pool");
   check_plan(cell, order, sorted_key, tile_starts, feats.size(0), grid, feats.device(), "bev_pool");
   const at::Tensor rows = feats.contiguous();
@@ -552,7 +548,6 @@ std::tuple<at::Tensor, at::Tensor> lift_splat_backward_cuda(const at::Tensor& gr
   check_splat_grad(grad, cell, cells, "lift_splat_backward");
   check_lift_grad(grad, depth, context, cell, cells);
   const c10::cuda::CUDAGuard guard(depth.device());
-  require_covered(depth.device());
   const int64_t batch = depth.size(0), cameras = depth.size(1), bins = depth.size(2), height = depth.size(3), width = depth.size(4);
   const int64_t channels = context.size(2), area = cells[0] * cells[1] * cells[2];
   TORCH_CHECK(batch * cameras < 65536 && height < 65536 * kPixels, "mmdet3d_ext::lift_splat_backward: at most 65,535 images and ",
@@ -609,7 +604,6 @@ __global__ void gather_kernel(const T* __restrict__ grads, const int32_t* __rest
 at::Tensor bev_pool_backward_cuda(const at::Tensor& grad, const at::Tensor& cell, at::IntArrayRef cells) {
   check_splat_grad(grad, cell, cells, "bev_pool_backward");
   const c10::cuda::CUDAGuard guard(grad.device());
-  require_covered(grad.device());
   const int64_t count = cell.size(0), channels = grad.size(1) / cells[2], area = cells[0] * cells[1];
   at::Tensor out = at::empty({count, channels}, grad.options());
   if (out.numel() == 0) return out;

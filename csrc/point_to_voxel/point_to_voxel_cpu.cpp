@@ -67,7 +67,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
       bin[p] = map[p] < 0 ? static_cast<int32_t>(voxel_count) : map[p];
     }
   });
-  counting_sort(bin.data(), count, voxel_count, order.data_ptr<int32_t>(), starts.data_ptr<int32_t>());
+  int32_t* points = order.data_ptr<int32_t>();
+  counting_sort(bin.data(), count, voxel_count, points, starts.data_ptr<int32_t>());
+  std::fill(points + starts.data_ptr<int32_t>()[voxel_count], points + count, -1);
 
   const at::Tensor rows = coords.contiguous();
   AT_DISPATCH_INDEX_TYPES(rows.scalar_type(), "point_groups", [&] {
@@ -76,6 +78,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tenso
     for (int64_t v = 0; v < voxel_count; ++v) std::copy_n(in + voxels[v].first * columns, columns, out + v * columns);
   });
   const at::Tensor counts = starts.slice(0, 1) - starts.slice(0, 0, voxel_count);
+  // Nothing to the CPU, but groups may be taken to a GPU.
+  const int32_t* sizes = counts.const_data_ptr<int32_t>();
+  *has_long.data_ptr<bool>() = std::any_of(sizes, sizes + voxel_count, [](int32_t size) { return size > kLong; });
   return {voxel_coords, point2voxel, counts, order, starts, has_long};
 }
 
@@ -100,9 +105,10 @@ void reduce_voxel(const T* feats, int64_t channels, const int32_t* points, int64
   for (int64_t c = 0; c < channels; ++c) out[c] = static_cast<T>(reduce == kMean ? sum[c] / static_cast<A>(count) : sum[c]);
 }
 
-std::tuple<at::Tensor, at::Tensor> group_reduce_cpu(const at::Tensor& feats, const at::Tensor& point2voxel, const at::Tensor& order,
-                                                    const at::Tensor& starts, const at::Tensor& has_long, int64_t reduce) {
-  check_reduce(feats, point2voxel, order, starts, reduce);
+std::tuple<at::Tensor, at::Tensor> group_reduce_cpu(const at::Tensor& feats, const at::Tensor& point2voxel, const at::Tensor& counts,
+                                                    const at::Tensor& order, const at::Tensor& starts, const at::Tensor& has_long,
+                                                    int64_t reduce) {
+  check_reduce(feats, point2voxel, counts, order, starts, has_long, reduce);
   const at::Tensor rows = feats.contiguous();
   const int64_t channels = rows.size(1), voxel_count = starts.size(0) - 1;
   at::Tensor out = at::empty({voxel_count, channels}, rows.options());
@@ -123,14 +129,22 @@ std::tuple<at::Tensor, at::Tensor> group_reduce_cpu(const at::Tensor& feats, con
   return {out, arg};
 }
 
-at::Tensor group_reduce_backward_cpu(const at::Tensor& grad, const at::Tensor& point2voxel, const at::Tensor& starts, const at::Tensor& arg,
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> dynamic_point_to_voxel_cpu(const at::Tensor& feats,
+                                                                                                const at::Tensor& coords, int64_t reduce) {
+  check_points_and_coords(feats, coords, reduce);
+  const auto [voxel_coords, point2voxel, counts, order, starts, has_long] = point_groups_cpu(coords);
+  const auto [out, arg] = group_reduce_cpu(feats, point2voxel, counts, order, starts, has_long, reduce);
+  return {out, voxel_coords, point2voxel, counts, arg};
+}
+
+at::Tensor group_reduce_backward_cpu(const at::Tensor& grad, const at::Tensor& point2voxel, const at::Tensor& counts, const at::Tensor& arg,
                                      int64_t reduce) {
-  check_reduce_backward(grad, point2voxel, starts, arg, reduce);
+  check_reduce_backward(grad, point2voxel, counts, arg, reduce);
   const at::Tensor rows = grad.contiguous();
   const int64_t count = point2voxel.size(0), channels = rows.size(1);
   at::Tensor out = at::empty({count, channels}, rows.options());
   const int32_t* map = point2voxel.const_data_ptr<int32_t>();
-  const int32_t* start = starts.const_data_ptr<int32_t>();
+  const int32_t* points = counts.const_data_ptr<int32_t>();
   const int32_t* args = arg.const_data_ptr<int32_t>();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, rows.scalar_type(), "group_reduce_backward", [&] {
     using acc_t = at::opmath_type<scalar_t>;
@@ -146,7 +160,7 @@ at::Tensor group_reduce_backward_cpu(const at::Tensor& grad, const at::Tensor& p
         } else if (reduce == kMax) {
           for (int64_t c = 0; c < channels; ++c) row[c] = args[v * channels + c] == p ? in[v * channels + c] : scalar_t(0);
         } else {
-          const acc_t divisor = reduce == kMean ? static_cast<acc_t>(start[v + 1] - start[v]) : acc_t(1);
+          const acc_t divisor = reduce == kMean ? static_cast<acc_t>(points[v]) : acc_t(1);
           for (int64_t c = 0; c < channels; ++c) row[c] = static_cast<scalar_t>(static_cast<acc_t>(in[v * channels + c]) / divisor);
         }
       }
@@ -159,6 +173,7 @@ at::Tensor group_reduce_backward_cpu(const at::Tensor& grad, const at::Tensor& p
 
 TORCH_LIBRARY_IMPL(mmdet3d_ext, CPU, m) {
   m.impl("point_groups", &point_groups_cpu);
+  m.impl("dynamic_point_to_voxel", &dynamic_point_to_voxel_cpu);
   m.impl("group_reduce", &group_reduce_cpu);
   m.impl("group_reduce_backward", &group_reduce_backward_cpu);
 }

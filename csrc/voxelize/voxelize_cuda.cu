@@ -92,7 +92,6 @@ at::Tensor voxel_coords_cuda(const at::Tensor& points, at::ArrayRef<double> lowe
   check_points(points, "voxel_coords");
   const Grid grid = Grid::from(lower, step, cells, "voxel_coords");
   const c10::cuda::CUDAGuard guard(points.device());
-  require_covered(points.device());
   const at::Tensor rows = points.contiguous();
   at::Tensor coords = at::empty({rows.size(0), 3}, rows.options().dtype(at::kInt));
   if (rows.size(0) == 0) return coords;
@@ -146,7 +145,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> hard_voxelize_cuda(const at::Tens
   check_hard_limits(max_num_points, max_voxels);
   const Grid grid = Grid::from(lower, step, cells, "hard_voxelize");
   const c10::cuda::CUDAGuard guard(points.device());
-  require_covered(points.device());
   const at::Tensor rows = points.contiguous();
   std::tuple<at::Tensor, at::Tensor, at::Tensor> result;
   AT_DISPATCH_FLOATING_TYPES(rows.scalar_type(), "hard_voxelize", [&] {

@@ -10,7 +10,7 @@ import mmap
 import re
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Callable, Dict, Optional
+from typing import Callable, Dict, Optional, Set, Tuple
 
 import torch
 
@@ -89,14 +89,18 @@ def require(tensor: Optional[torch.Tensor] = None) -> None:
     """Raise :class:`OpsUnavailableError` unless the operators can run (on the device of ``tensor``)."""
     if _failure is not None:
         raise _failure
-    if tensor is not None and tensor.is_cuda and not _has_cuda():
-        raise OpsUnavailableError(
-            f'{library_path()} holds CPU kernels only, and a tensor on {tensor.device} was given. Build it where '
-            f'the CUDA toolkit is (FORCE_CUDA=1 makes its absence an error). {REBUILD}'
-        )
+    if tensor is not None and tensor.is_cuda:
+        if not _has_cuda():
+            raise OpsUnavailableError(
+                f'{library_path()} holds CPU kernels only, and a tensor on {tensor.device} was given. Build it where '
+                f'the CUDA toolkit is (FORCE_CUDA=1 makes its absence an error). {REBUILD}'
+            )
+        if not torch.compiler.is_compiling():
+            _require_covered(tensor.device.index)
 
 
 _cuda_kernels: Optional[bool] = None
+_covered: Set[int] = set()
 
 
 def _has_cuda() -> bool:
@@ -104,6 +108,41 @@ def _has_cuda() -> bool:
     if _cuda_kernels is None:
         _cuda_kernels = bool(build_info()['cuda'])
     return _cuda_kernels
+
+
+def _require_covered(index: int) -> None:
+    """Raise unless the library holds code for the GPU ``index``; asked once per GPU."""
+    if index in _covered:
+        return
+    archs, (major, minor) = build_info()['archs'], torch.cuda.get_device_capability(index)
+    if not covers(archs, (major, minor)):
+        raise OpsUnavailableError(
+            f'{library_path()} was built for the GPU architectures {archs} and holds no code for cuda:{index} '
+            f'({torch.cuda.get_device_name(index)}, compute capability {major}.{minor}). Set '
+            f'TORCH_CUDA_ARCH_LIST={major}.{minor}, then build it again. {REBUILD}'
+        )
+    _covered.add(index)
+
+
+def covers(archs: str, capability: Tuple[int, int]) -> bool:
+    """Whether code for ``archs`` ('8.0 9.0+PTX') runs on a GPU of this compute capability.
+
+    Machine code runs on the same major number and the same or a higher minor one, PTX on anything as new or newer, '9.0a' on 9.0
+    alone. A list with other words ('Hopper') counts as fitting: the first launch then says whether it does.
+    """
+    words = archs.replace(';', ' ').replace(',', ' ').split()
+    parts = [re.fullmatch(r'(\d+)\.(\d)(a|\+PTX)?', word) for word in words]
+    if not all(parts):
+        return True
+    for part in parts:
+        built, suffix = (int(part[1]), int(part[2])), part[3]
+        if suffix == 'a':
+            fits = capability == built
+        else:
+            fits = capability >= built and (capability[0] == built[0] or suffix == '+PTX')
+        if fits:
+            return True
+    return False
 
 
 def fake(name: str) -> Callable:

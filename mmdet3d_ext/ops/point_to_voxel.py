@@ -25,7 +25,7 @@ class PointGroups(NamedTuple):
     voxel_coords: torch.Tensor  # (V, K), type of the coordinates
     point2voxel: torch.Tensor  # (P,) int32, -1 if the point was dropped
     counts: torch.Tensor  # (V,) int32: points per voxel
-    order: torch.Tensor  # (P,) int32: points by voxel, then by index; dropped ones last
+    order: torch.Tensor  # (P,) int32: points by voxel, then by index; -1 behind the last of them
     starts: torch.Tensor  # (V + 1,) int32: voxel v holds order[starts[v]:starts[v + 1]]
     has_long: torch.Tensor  # bool, on the CPU: some voxel is so full that several thread groups share it
 
@@ -45,13 +45,26 @@ def _(coords):
 
 
 @fake('group_reduce')
-def _(feats, point2voxel, order, starts, has_long, reduce):
-    shape = (starts.shape[0] - 1, feats.shape[1])
+def _(feats, point2voxel, counts, order, starts, has_long, reduce):
+    shape = (counts.shape[0], feats.shape[1])
     return feats.new_empty(shape), feats.new_empty(shape if reduce == 2 else (0,), dtype=torch.int32)
 
 
+@fake('dynamic_point_to_voxel')
+def _(feats, coords, reduce):
+    voxels = torch.library.get_ctx().new_dynamic_size()
+    shape = (voxels, feats.shape[1])
+    return (
+        feats.new_empty(shape),
+        coords.new_empty((voxels, coords.shape[1])),
+        coords.new_empty((coords.shape[0],), dtype=torch.int32),
+        coords.new_empty((voxels,), dtype=torch.int32),
+        feats.new_empty(shape if reduce == 2 else (0,), dtype=torch.int32),
+    )
+
+
 @fake('group_reduce_backward')
-def _(grad, point2voxel, starts, arg, reduce):
+def _(grad, point2voxel, counts, arg, reduce):
     return grad.new_empty((point2voxel.shape[0], grad.shape[1]))
 
 
@@ -86,16 +99,17 @@ def reduce_points(feats: torch.Tensor, groups: PointGroups, reduce: str = 'mean'
         ValueError: for a wrong shape, type or reduction.
     """
     code = _check_feats('reduce_points', feats, groups.order, reduce)
-    return torch.ops.mmdet3d_ext.group_reduce(feats, groups.point2voxel, groups.order, groups.starts, groups.has_long, code)[0]
+    return torch.ops.mmdet3d_ext.group_reduce(feats, *groups[1:], code)[0]
 
 
 def _check_feats(op: str, feats: torch.Tensor, coords: torch.Tensor, reduce: str) -> int:
     """The number of the reduction, once the features fit the points."""
     check_tensor(feats, op, 'feats', '(P, C)', 2)
-    check(reduce in REDUCTIONS, op, 'reduce', f'one of {REDUCTIONS}', repr(reduce))
+    if reduce not in REDUCTIONS:
+        check(False, op, 'reduce', f'one of {REDUCTIONS}', repr(reduce))
     check(feats.is_floating_point(), op, 'feats', 'floating', feats.dtype)
-    points = coords.shape[0]
-    check(feats.shape[0] == points, op, 'feats', f'of as many points as coords ({points})', feats.shape[0])
+    if feats.shape[0] != coords.shape[0]:
+        check(False, op, 'feats', f'of as many points as coords ({coords.shape[0]})', feats.shape[0])
     check_same_device(op, coords=coords, feats=feats)
     return REDUCTIONS.index(reduce)
 
@@ -119,10 +133,11 @@ def dynamic_point_to_voxel(
     """
     op = 'dynamic_point_to_voxel'
     check_tensor(coords, op, 'coords', '(P, 3) or (P, 4)', 2)
-    check(coords.shape[1] in (3, 4), op, 'coords', '(P, 3) or (P, 4)', f'shape {tuple(coords.shape)}')
+    if coords.shape[1] not in (3, 4):
+        check(False, op, 'coords', '(P, 3) or (P, 4)', f'shape {tuple(coords.shape)}')
     check(coords.dtype in (torch.int32, torch.int64), op, 'coords', 'int32 or int64', coords.dtype)
     require(coords)
-    return torch.ops.mmdet3d_ext.dynamic_point_to_voxel(feats, coords, _check_feats(op, feats, coords, reduce))
+    return torch.ops.mmdet3d_ext.dynamic_point_to_voxel(feats, coords, _check_feats(op, feats, coords, reduce))[:4]
 
 
 class DynamicScatter(nn.Module):

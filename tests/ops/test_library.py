@@ -20,6 +20,7 @@ def record(path, torch_version='2.7.1+cu126', cuda='', archs=''):
 
 def test_the_built_library_records_this_torch():
     info = ops.build_info()
+    assert list(info) == ['torch', 'cuda', 'archs']
     assert info['torch'] == torch.__version__
     assert info['cuda'] in ('', torch.version.cuda)
     assert bool(info['cuda']) == bool(info['archs'])
@@ -74,3 +75,60 @@ def test_cpu_build_given_a_cuda_tensor(monkeypatch):
     monkeypatch.setattr(_library, '_cuda_kernels', False)
     with pytest.raises(ops.OpsUnavailableError, match='CPU kernels only, and a tensor on cuda:0'):
         ops.dynamic_voxelize(torch.zeros(1, 3, device='cuda'), [1, 1, 1], [0, 0, 0, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ('archs', 'capability', 'answer'),
+    [
+        ('8.0', (9, 0), False),
+        ('8.0', (8, 0), True),
+        ('8.0', (8, 9), True),
+        ('8.6', (8, 0), False),
+        ('8.0+PTX', (9, 0), True),
+        ('9.0+PTX', (8, 9), False),
+        ('8.6+PTX', (8, 0), False),
+        ('7.0 7.5 8.0 8.6 8.9 9.0+PTX', (7, 0), True),
+        ('7.0 7.5 8.0 8.6 8.9 9.0+PTX', (12, 0), True),
+        ('7.5;8.0', (6, 1), False),
+        ('9.0a', (9, 0), True),
+        ('9.0a', (10, 0), False),
+        ('10.0', (10, 3), True),
+        ('10.0', (9, 0), False),
+        ('Hopper', (8, 0), True),
+    ],
+)
+def test_what_a_list_of_architectures_covers(archs, capability, answer):
+    assert _library.covers(archs, capability) is answer
+
+
+def test_a_gpu_that_the_build_does_not_cover(monkeypatch):
+    monkeypatch.setattr(_library, '_covered', set())
+    monkeypatch.setattr(_library, 'build_info', lambda: {'torch': torch.__version__, 'cuda': '13.0', 'archs': '8.0'})
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda index: (9, index))
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda index: 'NVIDIA H200')
+    for _ in range(2):  # an error every time, not the first time only
+        with pytest.raises(
+            ops.OpsUnavailableError,
+            match=r'architectures 8\.0 .* no code for cuda:0 \(NVIDIA H200, compute capability 9\.0\).*TORCH_CUDA_ARCH_LIST=9\.0.*pip install',
+        ):
+            _library._require_covered(0)
+    monkeypatch.setattr(_library, 'build_info', lambda: {'torch': torch.__version__, 'cuda': '13.0', 'archs': '8.0+PTX'})
+    _library._require_covered(0)
+
+
+@pytest.mark.gpu
+def test_a_first_call_on_a_gpu_that_the_build_does_not_cover(monkeypatch):
+    monkeypatch.setattr(_library, '_covered', set())
+    monkeypatch.setattr(_library, 'build_info', lambda: {'torch': torch.__version__, 'cuda': '13.0', 'archs': '5.0'})
+    with pytest.raises(ops.OpsUnavailableError, match='5.0 and holds no code for cuda:0'):
+        ops.dynamic_voxelize(torch.zeros(1, 3, device='cuda'), [1, 1, 1], [0, 0, 0, 1, 1, 1])
+
+
+@pytest.mark.gpu
+def test_errors_of_the_cuda_kernels_reach_python():
+    with pytest.raises(RuntimeError, match=r"voxel_coords: 'points' must be \(P, F\).*got \[3, 2\]"):
+        torch.ops.mmdet3d_ext.voxel_coords(torch.zeros(3, 2, device='cuda'), [0.0] * 3, [1.0] * 3, [2] * 3)
+    with pytest.raises(RuntimeError, match="'context'.*got Half"):
+        plan = torch.ops.mmdet3d_ext.splat_plan(torch.zeros(1, 1, 2, 2, 2, 3, device='cuda'), [0.0] * 3, [1.0] * 3, [2] * 3, False)
+        depth = torch.zeros(1, 1, 2, 2, 2, device='cuda', dtype=torch.float16)
+        torch.ops.mmdet3d_ext.lift_splat(depth, torch.zeros(1, 1, 3, 2, 2, device='cuda'), *plan, [2, 2, 2])

@@ -20,7 +20,7 @@ def sample(points=400, channels=6, cells=5, columns=4, seed=0, integers=True):
 
 
 def _maps(groups):
-    return groups.point2voxel, groups.order, groups.starts, groups.has_long
+    return groups[1:]
 
 
 def check(feats, coords, reduce, device, tolerance=0.0):
@@ -110,14 +110,34 @@ def test_order_of_voxels(device):
     assert point2voxel.tolist() == [4, 3, 2, 1, 0, -1] and counts.tolist() == [1] * 5
 
 
-@pytest.mark.parametrize('largest', [70000, 2**31 - 1, 2**40, 2**62])
+@pytest.mark.parametrize('largest', [3, 63, 99, 250, 70000, 2**31 - 1, 2**40, 2**62])
 def test_coordinates_of_any_size(device, largest):
-    """Wider than a packed key: int32 keys, int64 keys, and columns that must be ranked."""
+    """A small bitmap, a larger one (of 2^24 and 2^27 cells), sorted 32-bit keys, 64-bit keys, and columns that must be ranked; in turns,
+    as what came before decides what is tried first."""
     values = torch.tensor([0, 1, largest // 2, largest])
     coords = values[torch.randint(0, 4, (200, 4), generator=torch.Generator().manual_seed(0))]
-    check(sample(200)[0], coords, 'sum', device)
-    if largest < 2**31:
-        check(sample(200)[0], coords.int(), 'max', device)
+    coords[::7, 2] = -1
+    for _ in range(2):
+        check(sample(200)[0], coords, 'sum', device)
+        if largest < 2**31:
+            check(sample(200)[0], coords.int(), 'max', device)
+    check(*sample(), 'sum', device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize('largest', [5, 90, 250, 70000])
+@pytest.mark.parametrize('points', [1, 255, 256, 257, 5000])
+def test_groups_are_the_same_on_both_devices(largest, points):
+    """Every way of finding them, with voxels of one point up to all, and rows that are dropped."""
+    generator = torch.Generator().manual_seed(largest + points)
+    spread = torch.rand(points, 4, generator=generator) ** 3
+    coords = (spread * (largest + 1.5)).int() - (torch.rand(points, 1, generator=generator) < 0.1).int()
+    coords[-1] = largest
+    coords[: points // 3] = coords[0]
+    for _ in range(2):  # what the first call learned decides how the second begins
+        cpu, cuda = ops.group_points(coords), ops.group_points(coords.cuda())
+        for name, a, b in zip(ops.PointGroups._fields, cpu, cuda):
+            assert b.is_contiguous() and torch.equal(a, b.cpu()), name
 
 
 def test_more_columns_than_a_packed_key(device):
@@ -180,7 +200,7 @@ def test_gradient_of_nan_stays_inside_its_buffer():
     coords = torch.arange(points, device='cuda', dtype=torch.int32)[:, None].repeat(1, 3)
     coords[:4] = 0
     groups = ops.group_points(coords)
-    out, arg = torch.ops.mmdet3d_ext.group_reduce(feats, groups.point2voxel, groups.order, groups.starts, groups.has_long, 2)
+    out, arg = torch.ops.mmdet3d_ext.group_reduce(feats, *_maps(groups), 2)
     torch.cuda.synchronize()
     grad = torch.ones_like(out)
     blocks = [torch.full((points, channels), 7.0, device='cuda') for _ in range(40)]
@@ -196,7 +216,7 @@ def test_gradient_of_nan_stays_inside_its_buffer():
     before, address, after = by_address[middle - 1], by_address[middle].data_ptr(), by_address[middle + 1]
     keep = [block for block in blocks if block.data_ptr() != address]
     del blocks, by_address
-    result = torch.ops.mmdet3d_ext.group_reduce_backward(grad, groups.point2voxel, groups.starts, arg, 2)
+    result = torch.ops.mmdet3d_ext.group_reduce_backward(grad, groups.point2voxel, groups.counts, arg, 2)
     assert result.data_ptr() == address, 'the allocator did not reuse the hole between the two canaries'
     torch.cuda.synchronize()
     assert before.eq(7).all() and after.eq(7).all() and all(block.eq(7).all() for block in keep)
@@ -280,10 +300,11 @@ def test_opcheck(device):
     torch.library.opcheck(torch.ops.mmdet3d_ext.point_groups.default, (coords,))
     groups = ops.group_points(coords)
     for reduce in range(3):
+        torch.library.opcheck(torch.ops.mmdet3d_ext.dynamic_point_to_voxel.default, (feats, coords, reduce))
         torch.library.opcheck(torch.ops.mmdet3d_ext.group_reduce.default, (feats, *_maps(groups), reduce))
         out, arg = torch.ops.mmdet3d_ext.group_reduce(feats.detach(), *_maps(groups), reduce)
         torch.library.opcheck(
-            torch.ops.mmdet3d_ext.group_reduce_backward.default, (out, groups.point2voxel, groups.starts, arg, reduce)
+            torch.ops.mmdet3d_ext.group_reduce_backward.default, (out, groups.point2voxel, groups.counts, arg, reduce)
         )
 
 

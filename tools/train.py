@@ -11,8 +11,8 @@ Every other --key value goes to the configuration (dotted names, typed values, l
 configs.yaml, <time>.log, <time>.log.json, logging/ (one log per process), tf_logs/, epoch_<N>.pth, latest.pth, metrics.json.
 
 Exit codes: 0 done; 1 an error, its traceback is on the screen and in logging/; 2 something to correct in the command or the
-configuration; 3 the last checkpoint could not be written (at the end, or when asked to stop); 75 stopped by SIGTERM or SIGUSR1
-after a step, with a checkpoint (--resume_from auto goes on there).
+configuration; 3 the last checkpoint could not be written (at the end, or when asked to stop); 4 stopped by the guard: too many steps
+without a finite gradient; 75 stopped by SIGTERM or SIGUSR1 after a step, with a checkpoint (--resume_from auto goes on there).
 """
 from __future__ import annotations
 

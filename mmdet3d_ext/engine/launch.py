@@ -376,7 +376,8 @@ def run(program: Callable[[], Optional[int]], clean_errors: Tuple[type, ...] = (
     except KeyboardInterrupt as error:
         return _fail(f'{_tag()}interrupted', error, 130)
     except BaseException as error:
-        return _fail(''.join(f'{_tag()}{line}\n' for line in traceback.format_exc().rstrip().split('\n')), error, 1)
+        return _fail(''.join(f'{_tag()}{line}\n' for line in traceback.format_exc().rstrip().split('\n')), error,
+                     getattr(error, 'exit_code', 1))
 
 
 def _tag() -> str:

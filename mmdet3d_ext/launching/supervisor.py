@@ -29,10 +29,11 @@ class ExitCodes:
     stopped: int
     mistake: int = 2
     save_failed: int = 3
+    gave_up: int = 4
 
     @property
     def quiet(self) -> List[int]:
-        return [0, self.mistake, self.save_failed, self.stopped]
+        return [0, self.mistake, self.save_failed, self.gave_up, self.stopped]
 
 
 @dataclass
@@ -99,6 +100,9 @@ class Supervisor:
             return self._end(FINISHED, 'trained to the end' if self.stop_asked is None else 'finished before it could stop', 0)
         if code == self.codes.save_failed:
             return self._end(FAILED, f'the last checkpoint could not be written (disk full?); {self._newest_text()}', code)
+        if code == self.codes.gave_up:
+            return self._end(FAILED, f'{outcome.text}: the training stopped itself, a restart would come to the same place; see '
+                             f'{outcome.log}', code)
         if code == self.codes.stopped or self.stop_asked is not None:
             why = 'stopped' if self.stop_asked is not None else 'stopped by a signal to a rank'
             how = '' if code == self.codes.stopped else ' without a last checkpoint'
@@ -196,10 +200,9 @@ class Supervisor:
             which = f'rank {silent[0]} was' if len(silent) == 1 else f'ranks {", ".join(map(str, silent))} were'
             return Outcome(1, silent[0], f'{which} killed without a word, rank process included (by hand, out of memory, or a '
                            'container\'s limit)', log)
-        # A stop takes every rank; beside a crash it is what the launcher told the others.
-        first = (crashed or named or [None])[0]
-        if first is None:
+        if not named:
             return Outcome(1, -1, f'{self.state.ranks - len(records)} rank(s) did not start: {_last_line(tail(log, 5))}', log)
+        first = named[0]
         where = log if first['rank'] == self.first_rank and self.first_rank == 0 else \
             os.path.join(folder, f'rank_{first["rank"]}.log')
         reason = last_error(where) if first['code'] > 0 else ''

@@ -154,16 +154,16 @@ def _first(tmp_path, config, world):
 def test_rollbacks_end_and_a_run_may_stop_at_once(tmp_path, fault_record):
     FaultyModel.strike = diverge
     hooks = [{'type': 'FaultyDivergence', 'step': 16, 'limit': 0.0}]
-    assert run(tmp_path, settings(tmp_path, guard=GUARD, custom_hooks=hooks)) == [1]
+    assert run(tmp_path, settings(tmp_path, guard=GUARD, custom_hooks=hooks)) == [4]
     assert 'already 2 rollbacks (guard.max_rollbacks 2): the run stops' in screen(tmp_path)
     other = tmp_path / 'stop'
-    assert run(other, settings(other, guard={**GUARD, 'action': 'stop'}, custom_hooks=hooks)) == [1]
+    assert run(other, settings(other, guard={**GUARD, 'action': 'stop'}, custom_hooks=hooks)) == [4]
     assert 'in 4 steps in a row; the weights are those of the last finite step' in screen(other)
     for folder in (tmp_path, other):
         assert all(finite(read_checkpoint(path)) for _, path in list_checkpoints(str(folder / 'run')))
     none = tmp_path / 'none'
     hooks = [{'type': 'FaultyDivergence', 'step': 0, 'limit': 0.0}]
-    assert run(none, settings(none, guard=GUARD, custom_hooks=hooks)) == [1]
+    assert run(none, settings(none, guard=GUARD, custom_hooks=hooks)) == [4]
     assert 'no checkpoint from before that can be read' in screen(none)
     fault_record('losses stay NaN at any rate', 'the run stops with an error after guard.max_rollbacks', 'nothing: all files hold '
                  'finite weights')

@@ -147,7 +147,8 @@ def test_two_runs_at_a_time_do_not_touch_each_other(runs, fault_record):
     fault_record('two runs on one machine, one is stopped or killed', 'the other goes on; ports and folders are their own')
 
 
-@pytest.mark.parametrize('do, code, words', [('mistake', 2, 'something to correct'), ('full', 3, 'could not be written')])
+@pytest.mark.parametrize('do, code, words', [('mistake', 2, 'something to correct'), ('full', 3, 'could not be written'),
+                                             ('diverged', 4, 'stopped itself')])
 def test_what_a_restart_cannot_mend_is_not_restarted(runs, do, code, words):
     done = runs.start(words=['--foreground'], faults=[{'rank': rank, 'step': 3, 'do': do} for rank in (0, 1)])
     found = runs.state()

@@ -2,7 +2,8 @@
 
 ``toy_trainer.py CONFIG --run-dir D [--resume_from auto]``; the configuration is JSON: ``steps``, ``every`` (steps between
 checkpoints), ``seconds`` (per step), and ``faults``: lists of {rank, attempt, step, do}, with ``do`` one of ``raise``, ``kill``,
-``mistake``, ``full`` (exit code 3), ``orphan`` (leave a process behind, then be killed), ``parent`` (the rank process is
+``mistake``,
+``full``, ``diverged`` (exit codes 2, 3, 4), ``orphan`` (leave a process behind, then be killed), ``parent`` (the rank process is
 killed), ``deaf`` (ignore SIGTERM).
 The weights are a number that every step changes, so a lost or repeated step shows.
 """
@@ -14,6 +15,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+ENDS = {'mistake': (2, 'error: key x is wrong'), 'full': (3, 'ALARM: disk full'), 'diverged': (4, 'NonFiniteError: 10 steps in a row')}
 
 parser = argparse.ArgumentParser(allow_abbrev=False)
 parser.add_argument('config')
@@ -55,9 +58,10 @@ def fault(step):
                 os.kill(os.getpid(), signal.SIGKILL)
             if item['do'] == 'deaf':
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if item['do'] in ('mistake', 'full'):
-                print('error: key x is wrong' if item['do'] == 'mistake' else 'ALARM: disk full', file=sys.stderr)
-                sys.exit(2 if item['do'] == 'mistake' else 3)
+            if item['do'] in ENDS:
+                code, text = ENDS[item['do']]
+                print(text, file=sys.stderr)
+                sys.exit(code)
 
 
 state = load()

@@ -24,6 +24,8 @@ KEPT = 'before_spike_'  # in front of the name of a checkpoint that is kept
 class NonFiniteError(FloatingPointError):
     """Too many steps in a row without a finite gradient."""
 
+    exit_code = 4  # a supervisor does not start such a run again: it would come to the same step
+
 
 class RollBack(Exception):
     """All ranks go back to an earlier checkpoint; :meth:`carry_out` does it."""

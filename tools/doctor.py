@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument('--data-root', metavar='D', help='nuScenes folder (default: the configuration\'s)')
     result.add_argument('--version', metavar='V', help='v1.0-trainval, v1.0-mini or v1.0-test (default: what is there)')
     result.add_argument('--info-file', action='append', default=[], metavar='F', help='info file (default: the configuration\'s)')
-    result.add_argument('--run-dir', default='runs', metavar='D', help='where runs are written (default runs)')
+    result.add_argument('--run-dir', metavar='D', help='where the run is written (default: the configuration\'s, or runs)')
     result.add_argument('--processes', type=int, default=0, metavar='N',
                         help='ranks on this machine (default: its GPUs; 2 to try the launcher)')
     result.add_argument('--timeout', type=float, default=120.0, metavar='S', help='seconds for one attempt (default 120)')

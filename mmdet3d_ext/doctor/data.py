@@ -106,6 +106,8 @@ def check_root(root: str, version: Optional[str], locations: List[str], with_map
                       'without nuScenes: python tools/create_synthetic_nuscenes.py', said)
     else:
         yield Finding('data root', OK, f'{root}: {said["version"]}, all tables', data=said)
+    if not Path(root).is_dir():
+        return
     if not with_maps:
         yield Finding('map expansion', SKIPPED, 'the configuration draws no map labels')
         return

@@ -16,7 +16,7 @@ class Options:
     data_root: Optional[str] = None
     version: Optional[str] = None
     info_files: List[str] = field(default_factory=list)
-    run_dir: str = 'runs'
+    run_dir: Optional[str] = None
     processes: int = 0
     shm: str = '/dev/shm'
     fix: bool = False

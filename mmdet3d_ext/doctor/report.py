@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterable, List
 
 OK, SKIPPED, WARNING, PROBLEM = 'ok', 'skipped', 'warning', 'problem'
 EXIT_CODES = {OK: 0, SKIPPED: 0, WARNING: 1, PROBLEM: 2}
-WIDTH = 140
+WIDTH, INDENT = 140, 30  # characters
 
 
 @dataclass
@@ -54,8 +54,8 @@ def as_lines(finding: Finding) -> List[str]:
     """``PROBLEM  check            text``, and the remedy below it."""
     def cell(text: str, prefix: str) -> List[str]:
         wrapped = [piece for line in text.splitlines() or [''] for piece in
-                   textwrap.wrap(line, WIDTH - 30, break_long_words=False, break_on_hyphens=False) or ['']]
-        return [(prefix if number == 0 else ' ' * len(prefix)) + piece for number, piece in enumerate(wrapped)]
+                   textwrap.wrap(line, WIDTH - INDENT, break_long_words=False, break_on_hyphens=False) or ['']]
+        return [(prefix if number == 0 else ' ' * INDENT) + piece for number, piece in enumerate(wrapped)]
 
     name = finding.status.upper() if EXIT_CODES[finding.status] else finding.status
     lines = cell(finding.text, f'{name:<8} {finding.check:<20} ')

@@ -23,7 +23,7 @@ def check(options: Options) -> Iterator[Finding]:
     yield check_shared_memory(options)
     yield check_files()
     yield from check_limits()
-    yield check_disk('run folder', options.settings.get('run_dir') or options.run_dir, 4 * CHECKPOINT)
+    yield check_disk('run folder', options.run_dir or options.settings.get('run_dir') or 'runs', 4 * CHECKPOINT)
     yield check_disk('temporary folder', tempfile.gettempdir(), 256 * MIB)
 
 

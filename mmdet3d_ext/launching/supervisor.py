@@ -103,7 +103,8 @@ class Supervisor:
         if code == self.codes.gave_up:
             return self._end(FAILED, f'{outcome.text}: the training stopped itself, a restart would come to the same place; see '
                              f'{outcome.log}', code)
-        if code == self.codes.stopped or self.stop_asked is not None:
+        # Without a handler yet (the rank was just starting) SIGTERM ends it; launchers send it only after another rank has failed.
+        if code in (self.codes.stopped, -signal.SIGTERM) or self.stop_asked is not None:
             why = 'stopped' if self.stop_asked is not None else 'stopped by a signal to a rank'
             how = '' if code == self.codes.stopped else ' without a last checkpoint'
             return self._end(STOPPED, f'{why}{how}; {self._newest_text()}', self.codes.stopped)

@@ -43,6 +43,10 @@ class Runs:
         assert wait_until(lambda: self.state(name).phase == phase, seconds), self.state(name)
         return self.state(name)
 
+    def until_training(self, name='run', ranks=2):
+        """Signals are heard from here on."""
+        assert wait_until(lambda: all((self.folder / name / f'seen_{rank}.json').exists() for rank in range(ranks)), 30)
+
     def weight(self, name='run'):
         newest = max((self.folder / name).glob('iter_*.pth'), key=lambda path: int(path.stem.split('_')[1]))
         return json.loads(newest.read_text())
@@ -105,7 +109,7 @@ def test_stop_writes_a_checkpoint_and_ends(runs, fault_record):
     """The saving takes 3 s and mpirun kills the others 1 s after one rank has ended: nothing may be cut off."""
     started = runs.start(steps=10000, every=5000, saving=3.0)
     assert started.returncode == 0 and 'running: 2 process(es)' in started.stdout, started
-    time.sleep(0.5)
+    runs.until_training()
     done = runs.tool('stop', 'run')
     assert done.returncode == 0 and done.stdout.startswith('stopped: stopped; the newest checkpoint is'), done
     found = runs.weight()
@@ -119,10 +123,11 @@ def test_stop_writes_a_checkpoint_and_ends(runs, fault_record):
 
 
 def test_a_stopped_run_goes_on_only_if_told_to(runs):
-    runs.start(steps=200, every=1000)
+    runs.start(steps=2000, every=5000)
+    runs.until_training()
     runs.tool('stop', 'run')
     step = runs.weight()['step']
-    refused = runs.start(steps=200, every=1000)
+    refused = runs.start(steps=2000, every=5000)
     assert refused.returncode == 2 and '--resume_from auto' in refused.stderr and '--fresh' in refused.stderr
     runs.start(words=['--resume_from', 'auto'], steps=step + 10, every=1000)
     runs.until(state.FINISHED)
@@ -137,6 +142,8 @@ def test_two_runs_at_a_time_do_not_touch_each_other(runs, fault_record):
     assert {runs.state(name).launcher for name in ('one', 'two', 'three')} == {'torchpack', 'torchrun', 'python'}
     second = runs.start('one', steps=1)
     assert second.returncode == 2 and 'a run lives there' in second.stderr
+    runs.until_training('one')
+    runs.until_training('two')
     assert runs.tool('stop', 'one').returncode == 0
     assert runs.state('two').phase == state.RUNNING and runs.state('three').phase == state.RUNNING
     seen = [json.loads((runs.folder / name / 'seen_0.json').read_text()) for name in ('one', 'two')]
@@ -175,6 +182,7 @@ def test_foreground_shows_the_run_and_ctrl_c_stops_it_in_order(runs):
 
 def test_a_killed_supervisor_is_told_and_its_run_can_still_be_stopped(runs, fault_record):
     runs.start(steps=10000, every=5000)
+    runs.until_training()
     processes.send([runs.state().supervisor], signal.SIGKILL)
     assert wait_until(lambda: not state.supervised(str(runs.folder / 'run')), 5)
     status = runs.tool('status', 'run')
@@ -197,6 +205,7 @@ def test_what_a_dead_rank_leaves_behind_is_cleared_away(runs, fault_record):
 
 def test_a_run_that_does_not_answer_is_left_alone_until_told_otherwise(runs, fault_record):
     runs.start(steps=10000, faults=[{'rank': rank, 'step': 2, 'do': 'deaf'} for rank in (0, 1)])
+    runs.until_training()
     time.sleep(0.5)
     done = runs.tool('stop', 'run', '--timeout', '2')
     assert done.returncode == 1 and 'left alone' in done.stderr and 'stop --now' in done.stderr
@@ -206,14 +215,22 @@ def test_a_run_that_does_not_answer_is_left_alone_until_told_otherwise(runs, fau
     fault_record('a run that hangs is to be stopped', 'stop says that it does not answer; stop --now ends its processes and no others')
 
 
-def test_a_signal_from_outside_stops_the_run_without_a_restart(runs, fault_record):
+@pytest.mark.parametrize('when', ['training', 'importing'])
+def test_a_signal_from_outside_stops_the_run_without_a_restart(runs, fault_record, when):
     """Slurm's preemption reaches the ranks, not the supervisor."""
-    runs.start(steps=10000, every=5000)
+    runs.start(steps=10000, every=5000, importing=20.0 if when == 'importing' else 0.0)
+    if when == 'training':
+        runs.until_training()
     for record in state.records(state.attempt_dir(str(runs.folder / 'run'), 1), 2).values():
         os.kill(record['pid'], signal.SIGTERM)
     found = runs.until(state.STOPPED)
-    assert found.restarts == 0 and 'stopped by a signal to a rank' in found.message and runs.weight()['step'] > 0
-    fault_record('SIGTERM to the ranks of a supervised run (preemption)', 'they write a checkpoint; the run counts as stopped')
+    assert found.restarts == 0 and 'stopped by a signal to a rank' in found.message
+    if when == 'training':
+        assert runs.weight()['step'] > 0
+    else:
+        assert 'without a last checkpoint; there is no checkpoint' in found.message
+    fault_record(f'SIGTERM to the ranks of a supervised run (preemption) while {when}',
+                 'they write a checkpoint; the run counts as stopped' if when == 'training' else 'the run counts as stopped')
 
 
 def test_stop_during_the_pause_before_a_restart(runs):

@@ -4,7 +4,7 @@
 checkpoints), ``seconds`` (per step), and ``faults``: lists of {rank, attempt, step, do}, with ``do`` one of ``raise``, ``kill``,
 ``mistake``,
 ``full``, ``diverged`` (exit codes 2, 3, 4), ``orphan`` (leave a process behind, then be killed), ``parent`` (the rank process is
-killed), ``deaf`` (ignore SIGTERM).
+killed), ``deaf`` (ignore SIGTERM); ``importing`` and ``saving``: seconds before signals are heard, and for the last checkpoint.
 The weights are a number that every step changes, so a lost or repeated step shows.
 """
 import argparse
@@ -28,6 +28,7 @@ run_dir = Path(arguments.run_dir)
 rank = int(os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('RANK', '0')))
 attempt = len(list((run_dir / 'launch').glob('attempt_*')))
 asked = []
+time.sleep(config.get('importing', 0.0))
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 
 

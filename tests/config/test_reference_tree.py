@@ -121,6 +121,16 @@ def test_overrides_reach_what_is_derived(tree):
     assert next(step for step in cfg.data.train.dataset.pipeline if step.type == 'GridMask').prob == 0.7
 
 
+def test_the_dump_in_a_run_folder_of_the_reference_is_a_configuration(tree, tmp_path):
+    """mmcv writes everything resolved, with the run's folder; nothing vouches for a key by using it any more."""
+    import yaml
+    cfg, said = load(tree / (RADAR + 'dlss.yaml'))
+    (tmp_path / 'configs.yaml').write_text(yaml.safe_dump({**cfg.to_dict(), 'run_dir': 'runs/run-12345678-12345678'}))
+    again, repeated = load(tmp_path / 'configs.yaml')
+    assert again.to_dict() == {**cfg.to_dict(), 'run_dir': 'runs/run-12345678-12345678'}
+    assert set(repeated) < set(said)
+
+
 # ---- a user's own leaves ---------------------------------------------------------------------------------------------------
 DATA = '''
 dataset_root: ROOT/

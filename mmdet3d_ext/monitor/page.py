@@ -170,7 +170,8 @@ def _evaluation(run: Run, other: Optional[Run]) -> str:
         if curves and group != 'other':
             charts.append(svg(Chart(title, curves, whole=True), 100 + len(charts)))
     head = ''.join(f'<th>{epoch}</th>' for epoch in epochs)
-    body = ''.join(f'<tr><th>{escape(label)}</th>{_cells(values)}</tr>' for _, label, values in rows)
+    words = {'object': 'AP ', 'map': 'IoU '}
+    body = ''.join(f'<tr><th>{words.get(group, "")}{escape(label)}</th>{_cells(values)}</tr>' for group, label, values in rows)
     return (f'<div class="charts">{"".join(charts)}</div><div class="wide"><table class="numbers"><thead><tr><th>after epoch</th>'
             f'{head}</tr></thead><tbody>{body}</tbody></table></div><p class="dim">AP: mean over the devkit\'s distances. IoU: at '
             'each class\'s best threshold, native grid. Bold: best epoch.</p>')

@@ -14,7 +14,7 @@ h3{font-size:14px;margin:14px 0 6px}
 .facts{display:flex;flex-wrap:wrap;gap:8px;margin:0}.facts div{background:var(--panel);border-radius:6px;padding:5px 10px}
 dt{color:var(--dim);font-size:12px}dd{margin:0;font-weight:600;font-variant-numeric:tabular-nums}
 nav{display:flex;flex-wrap:wrap;gap:14px;margin-top:8px}a{color:inherit}
-.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(400px,1fr));gap:14px}
+.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(400px,100%),1fr));gap:14px}
 figure{margin:0}.chart{background:var(--panel);border-radius:8px;padding:8px 10px;position:relative;min-width:0}
 figcaption{font-weight:600;margin-bottom:2px}.chart svg{width:100%;height:auto;display:block}
 svg text{font:10.5px system-ui,sans-serif;fill:var(--dim)}

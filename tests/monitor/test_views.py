@@ -169,7 +169,8 @@ def test_the_page_is_one_file_with_everything(two_runs):
     checker = checked(text)
     assert len([link for link in checker.links if link.startswith('data:')]) == 1  # of the two, one is a PNG
     for words in ('Total loss', 'Map: dice loss per class', 'Gradient norm', 'Learning rate', 'GPU memory', 'NDS, mAP, mean IoU',
-                  'AP per class', 'IoU per map class', 'Differences from old', 'pictures/one.png', 'Thresholds', 'samples_per_gpu: 2'):
+                  'AP per class', 'IoU per map class', 'Differences from old', 'pictures/one.png', 'Thresholds', 'samples_per_gpu: 2',
+                  'AP car', 'IoU divider'):
         assert words in text, words
 
 

@@ -415,7 +415,9 @@ def quiet_here() -> bool:
 
 
 def _fail(text: str, error: BaseException, code: int, clean: bool = False, follower: bool = False) -> int:
-    if clean and _watch is None and quiet_here():
+    if clean and _watch is None and not isinstance(error, RanksDidNotMeet) and quiet_here():
+        # Still here: rank 0 may not have made the mistake (a file that only its machine has), and wait for this rank.
+        _report_before_the_meeting(text, error, 10.0)
         return code
     if follower and _watch is not None:  # rank 0 says what happened; its report is on the way
         time.sleep(2 * GRACE + 4 * _watch.interval)
@@ -428,7 +430,7 @@ def _fail(text: str, error: BaseException, code: int, clean: bool = False, follo
     if clean and error.__cause__ is not None and _log_file:
         _emit(''.join(traceback.format_exception(error.__cause__)), screen=False)
     if _watch is None:
-        _report_before_the_meeting(text, error, clean)
+        _report_before_the_meeting(text, error, 1.0 if clean else 20.0)
         return code
     if not isinstance(error, RanksDidNotMeet):  # every rank that waited says that by itself
         where = f'; its traceback is in {_log_file}' if _log_file else ''
@@ -445,14 +447,14 @@ def _reported(launch: Launch, text: str, error: BaseException, where: str = '') 
                   '' if screen_is_shown() else text)
 
 
-def _report_before_the_meeting(text: str, error: BaseException, clean: bool) -> None:
+def _report_before_the_meeting(text: str, error: BaseException, timeout: float) -> None:
     """Rank 0, which may wait for this rank, and whose screen is the one that every launcher shows, tells what happened."""
     try:
         launch = detect()
     except LaunchError:
         return
-    if launch.world_size > 1 and not launch.is_master and not clean:
-        if report_early(launch.master_addr, launch.master_port, _reported(launch, text, error)):
+    if launch.world_size > 1 and not launch.is_master:
+        if report_early(launch.master_addr, launch.master_port, _reported(launch, text, error), timeout):
             time.sleep(GRACE)
 
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 GRACE = 2.5  # seconds that a failing rank waits for the others to read why, before it ends
 INTERVAL = 1.0  # seconds between two looks
 STALL_TIMEOUT = 300.0  # seconds at one place before the stacks are shown; the longest steps known take a tenth of it
+CRASH_BYTES = 1 << 16  # end of a log in which the stack of a crash is looked for
 ANSWER = 10.0  # seconds that rank 0 waits for the stacks of the others
 LIBRARIES = (f'{os.sep}site-packages{os.sep}', f'{os.sep}dist-packages{os.sep}', f'{os.sep}lib{os.sep}python', '<')
 
@@ -195,7 +196,8 @@ class RankWatch(threading.Thread):
         self.own = place()
         self.peers: Dict[int, Optional[Dict[str, Any]]] = {}
         self.since, self.last = time.monotonic(), None
-        self.dumps = 0
+        self.dumps = 0  # of the job
+        self.repeats = 0  # of this standstill
         self._armed, self._stream = -1e9, None
         self.start()
 
@@ -270,8 +272,10 @@ class RankWatch(threading.Thread):
         own = self.log()
         if own is None:
             return ''
-        path = re.sub(rf'_{self.launch.rank}\.log$', f'_{rank}.log', own)
-        text = _read(path)
+        path, text = re.sub(rf'_{self.launch.rank}\.log$', f'_{rank}.log', own), ''
+        with contextlib.suppress(OSError), open(path, 'rb') as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - CRASH_BYTES))
+            text = stream.read().decode(errors='replace')
         start = text.rfind('Fatal Python error')
         return '' if path == own or start < 0 else f'{path}:\n{text[start:]}'
 
@@ -291,15 +295,15 @@ class RankWatch(threading.Thread):
     def _watch_main_thread(self) -> None:
         now, here = time.monotonic(), (_steps, signature(main_stack()))
         if here != self.last:
-            self.last, self.since = here, now
-        elif now - self.since >= self.stall_timeout * 2 ** self.dumps:
+            self.last, self.since, self.repeats = here, now, 0
+        elif now - self.since >= self.stall_timeout * 2 ** self.repeats:
             text = (f'rank {self.launch.rank} has been at the same place for {now - self.since:.0f} s: '
                     f'{place_of(main_stack())}')
             self.store.compare_set(key('stall', self.dumps), '', text)
 
     def _dump(self) -> None:
         """Show this rank's stack in its log and, by rank 0, all stacks on the screen."""
-        number, self.dumps = self.dumps, self.dumps + 1
+        number, self.dumps, self.repeats = self.dumps, self.dumps + 1, self.repeats + 1
         why = self.store.get(key('stall', number)).decode(errors='replace')
         stack = all_stacks()
         summary = f'rank {self.launch.rank}: {place_of(main_stack())}'
@@ -337,7 +341,7 @@ class RankWatch(threading.Thread):
         with contextlib.suppress(AttributeError, ValueError, OSError):  # no stderr, or one without a descriptor
             # Later than this thread would: only a held interpreter lock keeps it from showing the stacks.
             later = max(5.0, 0.1 * self.stall_timeout)
-            faulthandler.dump_traceback_later(self.stall_timeout * 2 ** self.dumps + later, file=self._fault_stream())
+            faulthandler.dump_traceback_later(self.stall_timeout * 2 ** self.repeats + later, file=self._fault_stream())
 
     def _fault_stream(self) -> Any:
         if screen_is_shown() or self.log() is None:

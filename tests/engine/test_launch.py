@@ -131,8 +131,9 @@ def test_run_gives_exit_codes_and_shows_errors_cleanly(capsys):
 
 
 def test_one_rank_of_a_machine_shows_a_mistake_that_all_make(capsys, monkeypatch):
-    waited = []
+    waited, told = [], []
     monkeypatch.setattr(launch.time, 'sleep', waited.append)
+    monkeypatch.setattr(launch, 'report_early', lambda *report: told.append(report[2].rank))
 
     def program():
         raise launch.UserError('key a.b is wrong')
@@ -142,6 +143,7 @@ def test_one_rank_of_a_machine_shows_a_mistake_that_all_make(capsys, monkeypatch
             monkeypatch.setenv(name, str(value))
         assert launch.run(program) == 2 and capsys.readouterr().err == expected
     assert waited == [launch.GRACE]  # the launcher ends the others with the first that ends
+    assert told == [1]  # should rank 0 not have made the mistake, it hears of it
 
 
 def test_warnings_of_this_package_are_shown_without_python_s_decoration(tmp_path, monkeypatch, capsys):

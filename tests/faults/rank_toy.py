@@ -41,6 +41,9 @@ def program() -> int:
     if MODE == 'early' and rank == 1:
         failing()
         raise ZeroDivisionError('before the ranks have met')
+    if MODE == 'mistake' and rank == 1:
+        failing()
+        raise launch.UserError('key a.b: only this machine lacks the file')
     launch.start(start_timeout=60, stall_timeout=3.0)
     launch.attach_rank_log(RUN, 'now')
     for _ in range(3):

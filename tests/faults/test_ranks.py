@@ -106,6 +106,14 @@ def test_an_error_before_the_ranks_have_met(tmp_path, fault_record):
     fault_record('rank 1 raises while it starts, its screen is hidden', 'rank 0 shows the traceback and ends', 'nothing')
 
 
+def test_a_mistake_that_only_one_rank_makes(tmp_path, fault_record):
+    """Ranks other than a machine's first leave it to that one to speak; here it has nothing to say."""
+    ended = start('torchpack', 'mistake', tmp_path)
+    assert ended.code != 0 and ended.seconds < LIMIT
+    assert 'UserError: key a.b: only this machine lacks the file' in ended.screen
+    fault_record('a mistake that only rank 1 makes', 'rank 0 shows it and ends', 'nothing')
+
+
 def test_a_stuck_collective_shows_all_stacks(tmp_path, fault_record):
     ended = start('torchrun', 'stall', tmp_path)
     assert ended.code == 0  # the stacks are information: the job goes on
@@ -157,6 +165,27 @@ def test_keys_of_a_restarted_attempt_are_others(monkeypatch):
     first = rank_watch.key('abort')
     monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
     assert rank_watch.key('abort') != first
+
+
+def test_a_standstill_is_shown_anew_after_progress(monkeypatch):
+    """Each longer standstill takes twice as long to be shown again, a new one does not."""
+    store, here, clock = dist.TCPStore('127.0.0.1', free_port(), is_master=True, wait_for_workers=False), [1], [0.0]
+    monkeypatch.setattr(rank_watch, 'signature', lambda frame: tuple(here))
+    monkeypatch.setattr(rank_watch.time, 'monotonic', lambda: clock[0])
+    watch = rank_watch.RankWatch.__new__(rank_watch.RankWatch)
+    watch.__dict__.update(launch=launch.Launch('env', 0, 2), store=store, stall_timeout=10.0, since=0.0, last=None, dumps=0, repeats=0)
+
+    def shown(at):
+        clock[0] = at
+        watch._watch_main_thread()
+        asked = store.check([rank_watch.key('stall', watch.dumps)])
+        if asked:  # what _dump does to the counts
+            watch.dumps, watch.repeats = watch.dumps + 1, watch.repeats + 1
+        return asked
+
+    assert [t for t in range(0, 80) if shown(t)] == [10, 20, 40]
+    here[0] = 2
+    assert [t for t in range(80, 105) if shown(t)] == [90, 100]
 
 
 def test_the_first_report_stands(tmp_path):
@@ -333,6 +362,17 @@ def test_the_tiny_configuration_with_group_norm(caplog):
         if isinstance(module, nn.GroupNorm):
             x = torch.randn(1, module.num_channels, 3, 3)
             assert torch.isfinite(module(x)).all()
+
+
+def test_a_checkpoint_with_batch_norm_loads_into_group_norm(tmp_path):
+    from mmdet3d_ext.engine.checkpoint import load_weights
+    before, model = norm_model(), norm_model()
+    with torch.no_grad():
+        before.decoder['neck'].weight.fill_(3.0)
+    norm_layers.use_group_norm({'group_norm': True}, model)
+    torch.save({'meta': {}, 'state_dict': before.state_dict()}, tmp_path / 'old.pth')
+    load_weights(model, str(tmp_path / 'old.pth'))
+    assert float(model.decoder['neck'].weight[0]) == 3.0
 
 
 @pytest.mark.parametrize('value, message', [('decoder', 'must be true, null or a list'), (['head'], "no BatchNorm2d in the module 'head'"),

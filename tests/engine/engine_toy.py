@@ -59,7 +59,7 @@ class EngineToyDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index):
         if self.fail_at is not None and index in self.fail_at:
-            raise OSError(f'sample {index} cannot be read')
+            raise RuntimeError(f'sample {index} cannot be read')
         value = self.inputs[index] + self.noise * np.random.randn(4).astype(np.float32)
         if index in self.poison:
             value = value * np.float32('nan')

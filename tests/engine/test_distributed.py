@@ -223,9 +223,9 @@ def test_a_rank_that_fails_ends_the_job_without_help_of_a_launcher(tmp_path):
     begin = time.monotonic()
     shown = [process.communicate(timeout=120)[1] for process in ranks]
     assert [process.returncode for process in ranks] == [1, 1], shown
-    assert f'[rank 1] OSError: sample {victim} cannot be read' in shown[1] and '[rank 1] Traceback' in shown[1]
-    assert re.search(rf'\[rank 0\] stops, because rank 1 on \S+ failed: OSError: sample {victim} cannot be read; its traceback '
+    assert f'[rank 1] RuntimeError: sample {victim} cannot be read' in shown[1] and '[rank 1] Traceback' in shown[1]
+    assert re.search(rf'\[rank 0\] stops, because rank 1 on \S+ failed: RuntimeError: sample {victim} cannot be read; its traceback '
                      r'is in \S+_1\.log', shown[0]) and 'Traceback' not in shown[0]
     (log,) = (tmp_path / 'run' / 'logging').glob('*_1.log')
-    assert f'OSError: sample {victim} cannot be read' in log.read_text()
+    assert f'RuntimeError: sample {victim} cannot be read' in log.read_text()
     assert time.monotonic() - begin < 100  # starting two processes on a busy machine takes most of it

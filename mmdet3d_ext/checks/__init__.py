@@ -30,11 +30,11 @@ def check_config(cfg: Mapping[str, Any], gpus: Optional[int] = None) -> Report:
         The chain and the findings. Nothing is raised for what is found.
     """
     context = Context(cfg, gpus)
-    check_bev(context)
-    chain = check_chain(context)
+    context.attempt('bev', lambda: check_bev(context))
+    chain = context.attempt('model', lambda: check_chain(context))
     if chain is not None:
-        check_heads(context, chain)
-    check_pipelines(context)
-    check_schedule(context)
-    check_arguments(context)
+        context.attempt('model.heads', lambda: check_heads(context, chain))
+    context.attempt('data', lambda: check_pipelines(context))
+    context.attempt('optimizer', lambda: check_schedule(context))
+    context.attempt('model', lambda: check_arguments(context))
     return context.report

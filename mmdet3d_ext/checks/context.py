@@ -8,6 +8,8 @@ from ..geometry.grid import Axis, AxisSpec, BevGrid, GridError, likely_count
 from .report import ERROR, WARNING, Finding, Report, Row
 
 MISSING = object()
+# What a value of another kind than expected raises in arithmetic.
+OTHER_KIND = (TypeError, ValueError, KeyError, AttributeError, IndexError, ZeroDivisionError, OverflowError)
 
 
 class Context:
@@ -69,6 +71,16 @@ class Context:
 
     def row(self, stage: str, grid: BevGrid, key: str, channels: Optional[int] = None) -> None:
         self.report.rows.append(Row.of(stage, grid, key, self.source(key), channels))
+
+    def attempt(self, key: str, check: Callable[[], Any]) -> Any:
+        """``check()``; where a value below ``key`` is of a kind that the check cannot follow, a warning and None. Building the part
+        says exactly what is wrong with it, and a form that only the check does not know must not stop a training."""
+        try:
+            return check()
+        except OTHER_KIND as error:
+            self.broken = True
+            self.warn(key, f'could not be checked: it holds a value of another kind than expected ({type(error).__name__}: {error})')
+            return None
 
     # ---- grids ---------------------------------------------------------------------------------------------------------
     def axis(self, key: str, spec: Any = MISSING, remedy: Optional[Callable[[float], Mapping[str, Any]]] = None

@@ -39,7 +39,7 @@ def check_chain(c: Context) -> Optional[Chain]:
     present = [sensor for sensor in SENSORS if isinstance(c.get(f'{ENCODERS}.{sensor}'), Mapping)]
     sensors: Dict[str, Optional[Lay]] = {}
     for sensor in present:
-        sensors[sensor] = _camera(c) if sensor == 'camera' else _points(c, sensor)
+        sensors[sensor] = c.attempt(f'{ENCODERS}.{sensor}', lambda s=sensor: _camera(c) if s == 'camera' else _points(c, s))
     fused = _fused(c, sensors)
     trunks: Dict[str, Optional[Lay]] = {}
     decoder = c.get('model.decoder')
@@ -99,7 +99,7 @@ def _image(c: Context, transform: Mapping[str, Any]) -> None:
     image = transform.get('image_size')
     if not isinstance(image, list) or len(image) != 2:
         return
-    levels = layers.image_levels(c.get(f'{base}.backbone') or {}, image)
+    levels = c.attempt(f'{base}.backbone', lambda: layers.image_levels(c.get(f'{base}.backbone') or {}, image))
     if levels is None:
         return
     out = _through(c, f'{base}.neck', lambda cfg: layers.neck(cfg, levels))
@@ -147,10 +147,9 @@ def _points(c: Context, sensor: str) -> Optional[Lay]:
     c.row(f'{sensor} voxels', grid, origin(c, 'lidar', grid, key) if sensor == 'lidar' else key)
     _canvas(c, base, backbone, cells)
     _pillar_net(c, base, backbone, bounds, voxel)
-    try:
-        found = layers.point_encoder(backbone)
-    except Misfit as misfit:
-        _report(c, f'{base}.backbone', misfit)
+    found = c.attempt(f'{base}.backbone', lambda: _layer(layers.point_encoder, backbone))
+    if isinstance(found, Misfit):
+        _report(c, f'{base}.backbone', found)
         return None
     if found is None:
         c.report.notes.append(f'{base}.backbone: the cells after {backbone.get("type")!r} are not known before it runs; what '
@@ -312,14 +311,22 @@ def _through(c: Context, key: str, layer) -> Optional[List[Map]]:
     """``layer(settings at key)``; a misfit becomes an error and is put right, up to three times."""
     settings = c.get(key)
     for _ in range(3):
-        try:
-            return layer(settings)
-        except Misfit as misfit:
-            _report(c, key, misfit)
-            if misfit.write is None:
-                return None
-            settings = {**settings, misfit.argument: misfit.write}
+        found = c.attempt(key, lambda given=settings: _layer(layer, given))
+        if not isinstance(found, Misfit):
+            return found
+        _report(c, key, found)
+        if found.write is None:
+            return None
+        settings = {**settings, found.argument: found.write}
     return None
+
+
+def _layer(layer, settings):
+    """``layer(settings)``, or the misfit that it raises."""
+    try:
+        return layer(settings)
+    except Misfit as misfit:
+        return misfit
 
 
 def _report(c: Context, key: str, misfit: Misfit) -> None:

@@ -1,4 +1,6 @@
 """Broken configurations: each is refused with its key, and what the message says to write puts it right."""
+import copy
+import random
 import shlex
 
 import pytest
@@ -232,3 +234,35 @@ def test_what_works_and_is_probably_not_meant(check):
     assert not report.errors
     assert {one.key for one in report.warnings} >= {'evaluation.interval', 'checkpoint_config.interval', f'{MAP}.aux_weight',
                                                     'gt_paste_stop_epoch', f'{GRID}.output_scope'}
+
+
+# ---- values of any kind ----------------------------------------------------------------------------------------------------
+JUNK = [None, 'x', -1, 0, [], {}, float('nan'), True, [1, 2, 3], {'type': 'X'}, 1e9, [None, None, None], [[1]]]
+
+
+def paths(node, path=()):
+    if path:
+        yield path
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield from paths(value, (*path, key))
+
+
+@pytest.mark.filterwarnings('ignore::UserWarning')
+@pytest.mark.parametrize('name', [STAGE1, PILLARS, 'det/centerhead/lssfpn/camera+radar/resnet50/dlss.yaml'])
+def test_no_value_makes_the_check_fail(name):
+    rng, cfg = random.Random(7), load_config(str(CONFIGS / name)).to_dict()
+    every = list(paths(cfg))
+    for _ in range(120):
+        path, broken = rng.choice(every), copy.deepcopy(cfg)
+        node = broken
+        for key in path[:-1]:
+            node = node[key]
+        node[path[-1]] = rng.choice(JUNK)
+        report = check_config(broken)
+        assert report.text() and report.as_json(), path
+
+
+def test_a_value_that_the_check_cannot_follow_is_a_warning_with_its_part(check):
+    report = check(PHASE3, ['--model.decoder.backbone.layer_strides', '[1, two]'])
+    (warning,) = [one for one in report.warnings if one.key == 'model.decoder.backbone']
+    assert 'another kind than expected' in warning.problem and not report.errors

@@ -74,11 +74,18 @@ def test_a_finer_map_leaves_detection_as_it_was():
 
 
 def test_frozen_main_parts_stay_while_the_branch_learns():
-    model, data = build_model(fine(freeze=['encoders', 'fuser', 'decoder', 'heads.object'])), small.batch()
+    camera = [f'encoders.camera.{part}' for part in ('backbone', 'neck', 'vtransform.dtransform', 'vtransform.depthnet',
+                                                     'vtransform.downsample')]
+    model, data = build_model(fine(freeze=[*camera, 'encoders.lidar', 'fuser', 'decoder', 'heads.object'])), small.batch()
     before = predict(model, data)
     model.train()
     losses = model(**data)
-    sum(v for k, v in losses.items() if k.startswith('loss/map')).backward()
+    assert not any(name.startswith('loss/object') for name in losses), 'nothing of detection is learned'
+    sum(v for k, v in losses.items() if k.startswith('loss/')).backward()
+    free = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert {name.rsplit('.', 1)[0] for name in free} and all(name.startswith((
+        'branches.map', 'heads.map', 'encoders.camera.vtransform.extra_downsample.map')) for name in free)
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:

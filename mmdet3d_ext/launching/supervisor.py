@@ -18,7 +18,8 @@ from .state import FAILED, FINISHED, RUNNING, STARTING, STOPPED, STOPPING, WAITI
 POLL = 0.1  # seconds
 LEFTOVER_PATIENCE = 8.0  # seconds that processes may outlive their launcher
 LINGER_PATIENCE = 180.0  # seconds that a launcher may outlive its ranks (each waits for the others' last words)
-_ERROR = re.compile(r'^(\[rank \d+\] )?(error: |[\w.]*(Error|Exception|Fault)\b)')
+# The last line of a traceback, a clean message, or what the rank watch says of another rank; not torchrun's own report.
+_ERROR = re.compile(r'^(\[rank \d+\] )?(error: |stops, because |(?!torch\.distributed\.elastic)[\w.]*(Error|Exception|Fault)\b)')
 FIRST_PAUSE, LONGEST_PAUSE = 2.0, 60.0  # seconds before a restart; doubled at each one without progress
 
 

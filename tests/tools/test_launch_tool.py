@@ -211,6 +211,9 @@ def test_the_last_error_of_a_log(tmp_path):
     assert supervisor.last_error(str(path)) == '[rank 1] torch.OutOfMemoryError: CUDA out'
     assert processes.tail(str(path), 4).split('\n')[0] == '100%|###'
     assert supervisor.last_error(str(tmp_path / 'none')) == ''
+    path.write_text('[rank 0] stops, because rank 1 (process 7) died\n    error_code: 1\n'
+                    'torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \n')
+    assert supervisor.last_error(str(path)) == '[rank 0] stops, because rank 1 (process 7) died'
 
 
 # ---- the classic scripts -----------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def build_dataloader(dataset: Dataset, samples_per_gpu: int, workers_per_gpu: in
     if shuffle:
         sampler = DistributedTrainSampler(dataset, samples_per_gpu, num_replicas, rank, seed=seed or 0)
     else:
-        sampler = EvalSampler(dataset, num_replicas, rank)
+        sampler = EvalSampler(dataset, num_replicas, rank, samples_per_gpu)
     generator = None
     if seed is not None:
         generator = torch.Generator().manual_seed(int(seed) + 1009 * sampler.rank)

@@ -84,12 +84,18 @@ class EvalSampler(Sampler):
     Ranks may get one sample more or less than each other; nothing is repeated, so nothing is counted twice.
     """
 
-    def __init__(self, dataset: Sized, num_replicas: Optional[int] = None, rank: Optional[int] = None):
+    def __init__(self, dataset: Sized, num_replicas: Optional[int] = None, rank: Optional[int] = None, samples_per_gpu: int = 1):
         self.num_replicas, self.rank = _group(num_replicas, rank)
+        self.samples_per_gpu, self._begin = samples_per_gpu, 0
         self.indices = range(self.rank, len(dataset), self.num_replicas)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.indices)
+        begin, self._begin = self._begin, 0
+        return iter(self.indices[begin * self.samples_per_gpu:])
+
+    def begin_at(self, batch: int) -> None:
+        """Let the next iteration (only that) leave out this rank's first ``batch`` batches."""
+        self._begin = batch
 
     def __len__(self) -> int:
         return len(self.indices)

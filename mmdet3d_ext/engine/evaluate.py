@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import math
 import os
 import sys
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from ..datasets.stream import batches
 from ..metrics import BevMapIoU, NuScenesDetectionMetric, gather_results, on_rank_zero
-from .launch import UserError
+from .launch import LOGGER_NAME, UserError
 from .parallel import autocast, batch_size, unpack_batch
 
 TASKS = {'bbox': 'object', 'object': 'object', 'map': 'map', 'segm': 'map'}  # what --eval takes -> task
@@ -154,7 +156,7 @@ def evaluate(model: nn.Module, loader: DataLoader, evaluators: Sequence[Evaluato
     was_training = model.training
     model.eval()
     seen, used = 0, [0] * len(evaluators)
-    for raw in _progress(loader, progress):
+    for _, raw in _progress(batches(loader, 0, logging.getLogger(LOGGER_NAME)), loader, progress):
         batch = unpack_batch(raw, device)
         with autocast(device, amp_dtype):
             outputs = forward(model, batch)
@@ -192,13 +194,14 @@ def _sum_over_ranks(counts: List[int]) -> List[int]:
     return total.tolist()
 
 
-def _progress(loader: Iterable[Any], show: bool) -> Iterable[Any]:
+def _progress(steps: Iterable[Any], loader: Any, show: bool) -> Iterable[Any]:
     if not show or (dist.is_initialized() and dist.get_rank() != 0):
-        return loader
+        return steps
     from tqdm import tqdm
     live = sys.stderr.isatty()
-    return tqdm(loader, file=_Screen(), desc='evaluating', unit='batch', mininterval=0.2 if live else 15.0, ascii=not live,
-                dynamic_ncols=live)
+    total = len(loader) if hasattr(loader, '__len__') else None
+    return tqdm(steps, total=total, file=_Screen(), desc='evaluating', unit='batch', mininterval=0.2 if live else 15.0,
+                ascii=not live, dynamic_ncols=live)
 
 
 class _Screen:

@@ -194,7 +194,7 @@ class StepModel(nn.Module):
             flags: what this rank asks all ranks to know. They travel with the losses, so asking costs no exchange of its own.
 
         Returns:
-            dict of ``loss`` (scalar with graph, this rank's), ``num_samples``, ``losses`` (what the model returned), and
+            dict of ``loss`` (scalar with graph, this rank's), ``num_samples``, ``losses`` (the ``loss/`` values of the model, with graph), and
             ``log_names``/``log_values``: names and a float32 vector on the device, mean over ranks. With several ranks
             ``flags``: a vector on the device, > 0 where any rank asks. Nothing is copied to the host here (see the optimizer
             hook).
@@ -204,7 +204,9 @@ class StepModel(nn.Module):
         losses = self._forward[0](batch)
         total, names, values = sum_losses(losses)
         local = torch.stack(values)
-        outputs = {'loss': total, 'num_samples': batch_size(batch), 'losses': losses, 'log_names': names, 'log_values': local,
+        # Only what the total holds: its graph is freed by the backward pass, any other would live until the next step.
+        terms = {name: value for name, value in losses.items() if name.startswith(LOSS_PREFIX)}
+        outputs = {'loss': total, 'num_samples': batch_size(batch), 'losses': terms, 'log_names': names, 'log_values': local,
                    'local_values': local}
         if self.distributed:
             self._same_names(tuple(names))

@@ -1,5 +1,6 @@
 """Samples that cannot be read, loader workers that die, and a /dev/shm that is too small."""
 import ctypes
+import json
 import os
 import re
 import sys
@@ -79,6 +80,17 @@ def test_a_worker_dies_once(tmp_path, alone, fault_record, blow, why, persistent
     assert same_state(content(tmp_path), alone)
     fault_record(f'a loader worker dies of {blow}', 'an ALARM names the sample it was reading; workers start again at that batch; '
                  'bitwise the same weights')
+
+
+def test_a_worker_dies_in_the_evaluation(tmp_path, alone, fault_record):
+    (tmp_path / 'armed').write_text('')
+    val = {'type': 'FaultyDataset', 'size': 5, 'deadly': [3], 'while_there': str(tmp_path / 'armed')}
+    config = settings(tmp_path, **{**PLAIN, 'data': {**data(1), 'val': val}})
+    assert run(tmp_path, config) == [0]
+    assert re.search(r'ALARM: loader worker 0 .* while it read sample 3. The workers are started again at batch \d', screen(tmp_path))
+    scores = [json.loads((tmp_path / 'run' / 'metrics' / f'epoch_{epoch}.json').read_text()) for epoch in (1, 2)]
+    assert [score['toy/count'] for score in scores] == [5, 5] and same_state(content(tmp_path), alone)
+    fault_record('a loader worker dies while evaluating', 'an ALARM names the sample; every sample is still counted once')
 
 
 def test_a_worker_dies_of_the_same_sample_again_and_again(tmp_path, fault_record):

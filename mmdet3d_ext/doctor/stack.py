@@ -64,6 +64,22 @@ for name, distributions in names.items():
 say(_python={{"executable": sys.executable, "prefix": sys.prefix, "path": sys.path}})
 '''
 
+# In an order that works: mmdet3d and mmsegmentation refuse mmcv 1.7.2 unless this package's shims come first.
+IMPORTED = ('numpy', 'cv2', 'mmcv', 'mmcv.ops', 'mmdet', 'mmdet3d_ext', 'mmseg', 'mmdet3d.apis', 'spconv.pytorch', 'torchpack',
+            'nuscenes.nuscenes')
+_IMPORTS = f'''
+import importlib, warnings
+warnings.filterwarnings("ignore")
+for name in {IMPORTED!r}:
+    say(importing=name)
+    try:
+        importlib.import_module(name)
+        say(**{{name: None}})
+    except BaseException as error:
+        say(**{{name: f"{{type(error).__name__}}: {{error}}"}})
+say(importing=None)
+'''
+
 
 def check(options: Options) -> Iterator[Finding]:
     """All of this group."""
@@ -72,6 +88,7 @@ def check(options: Options) -> Iterator[Finding]:
     yield check_torch(torch)
     yield from check_driver(torch)
     yield from check_packages()
+    yield check_imports(options.timeout)
     yield check_bytecode(REPO / 'mmdet3d_ext')
 
 
@@ -206,6 +223,33 @@ def _package(name: str, distributions: Tuple[str, ...], found: Dict[str, Any]) -
         return Finding(name, WARNING, f'{text}: a folder on the path, not an installed package',
                        'check PYTHONPATH; install the package by pip', found)
     return Finding(name, OK, text, data=found)
+
+
+def check_imports(timeout: float) -> Finding:
+    """Whether everything that training imports can be imported, one after the other in one process."""
+    answer = ask(_IMPORTS, timeout)
+    said = answer.merged()
+    failed = {name: said[name] for name in IMPORTED if said.get(name)}
+    if said.get('importing'):
+        failed[said['importing']] = f'the process {answer.how_it_ended()}: {answer.last_line()}'
+    if not failed:
+        return Finding('imports', OK, ', '.join(IMPORTED))
+    name, error = next(iter(failed.items()))
+    also = f' ({len(failed) - 1} more fail, perhaps because of it: {", ".join(list(failed)[1:])})' if len(failed) > 1 else ''
+    return Finding('imports', PROBLEM, f'import {name}: {error.splitlines()[0]}{also}', remedy_of_import(name, error), {'failed': failed})
+
+
+def remedy_of_import(name: str, error: str) -> str:
+    """What to do about the message of a failed import."""
+    if 'libGL.so' in error or 'libgthread' in error:
+        return 'this machine has no OpenGL: pip uninstall -y opencv-python; pip install --force-reinstall opencv-python-headless'
+    if 'MMCV==' in error or 'mmcv-full' in error and 'incompatible' in error:
+        return 'import mmdet3d_ext before mmdet3d: it makes the bound of mmdet3d 1.0.0rc6 accept mmcv-full 1.7.2'
+    if 'numpy' in error.lower() and ('_ARRAY_API' in error or 'numpy.core.multiarray failed' in error or 'dtype size changed' in error):
+        return 'built for another NumPy: pip install "numpy<2", then ' + INSTALL
+    if 'shared object file' in error or 'undefined symbol' in error:
+        return 'see the lines of the group libraries: tools/doctor.py --only libraries'
+    return INSTALL
 
 
 # ----------------------------------------------------------------------------------------------------------- bytecode

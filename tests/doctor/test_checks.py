@@ -52,6 +52,29 @@ def test_a_sum_that_fails(monkeypatch):
     assert found.status == 'problem' and 'rank 0: 1.0' in found.text and 'NCCL_DEBUG=INFO' in found.remedy
 
 
+def test_everything_can_be_imported_here():
+    found = stack.check_imports(300)
+    assert found.status == 'ok', found.text
+
+
+def test_an_import_that_fails_or_crashes(monkeypatch, tmp_path):
+    for name, code in (('cv2', 'raise ImportError("libGL.so.1: cannot open shared object file: No such file or directory")'),
+                       ('mmcv', 'import os; os.abort()')):
+        (tmp_path / f'{name}.py').write_text(code)
+    monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+    found = stack.check_imports(60)
+    assert found.status == 'problem' and 'import cv2: ImportError: libGL.so.1' in found.text and 'headless' in found.remedy
+    assert 'crashed (SIGABRT)' in found.data['failed']['mmcv']
+
+
+@pytest.mark.parametrize('error, remedy', [
+    ('AssertionError: MMCV==1.7.2 is used but incompatible. Please install mmcv>=1.5.2, <=1.7.0.', 'import mmdet3d_ext before mmdet3d'),
+    ('ImportError: numpy.core.multiarray failed to import', 'numpy<2'), ('ImportError: x.so: undefined symbol: f', '--only libraries'),
+    ("ModuleNotFoundError: No module named 'spconv'", 'make install')])
+def test_remedies_of_imports(error, remedy):
+    assert remedy in stack.remedy_of_import('x', error)
+
+
 CARD = [{'name': 'Tesla V100', 'capability': '7.0', 'driver': '535.1'}]
 
 

@@ -147,8 +147,8 @@ def _train_words(config: str, rest: List[str]) -> Tuple[argparse.Namespace, List
 def _check_folder(run_dir: str, fresh: bool, resumes: bool) -> None:
     """Starting over what a folder holds must be said."""
     from mmdet3d_ext.launching.processes import newest_checkpoint, of_run
-    from mmdet3d_ext.launching.state import LaunchToolError, read
-    if (Path(run_dir) / 'launch' / 'state.json').exists():
+    from mmdet3d_ext.launching.state import LaunchToolError, launch_dir, read
+    if os.path.exists(os.path.join(launch_dir(run_dir), 'state.json')):
         left = of_run(read(run_dir).token)
         if left:
             raise LaunchToolError(f'{run_dir}: {len(left)} process(es) of an earlier start still live there, their supervisor was '
@@ -161,7 +161,8 @@ def _check_folder(run_dir: str, fresh: bool, resumes: bool) -> None:
 
 def _clear_attempts(run_dir: str) -> None:
     """What an earlier start in this folder left is kept as launch/previous_<n>."""
-    folder = Path(run_dir) / 'launch'
+    from mmdet3d_ext.launching.state import launch_dir
+    folder = Path(launch_dir(run_dir))
     old = sorted(folder.glob('attempt_*'))
     if old:
         number = len(list(folder.glob('previous_*'))) + 1

@@ -74,7 +74,7 @@ def real_phase(state: State) -> Tuple[str, str]:
 def find(root: str = 'runs') -> List[str]:
     """Run folders below ``root`` that were started by this tool."""
     return sorted(os.path.dirname(os.path.dirname(path))
-                  for path in glob.glob(os.path.join(glob.escape(root), '*', 'launch', 'state.json')))
+                  for path in glob.glob(os.path.join(files.launch_dir(os.path.join(glob.escape(root), '*')), 'state.json')))
 
 
 def status(run_dir: str, now: Optional[float] = None) -> List[str]:

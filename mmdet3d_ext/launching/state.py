@@ -59,7 +59,9 @@ class State:
 
 
 def launch_dir(run_dir: str) -> str:
-    return os.path.join(run_dir, 'launch')
+    """``launch``; on the further machines of one run (NODE_RANK is set there) ``launch_node<NODE_RANK>``: each has its supervisor."""
+    node = os.environ.get('NODE_RANK', '0')
+    return os.path.join(run_dir, 'launch' if node in ('', '0') else f'launch_node{node}')
 
 
 def attempt_dir(run_dir: str, attempt: int) -> str:

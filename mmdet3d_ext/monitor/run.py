@@ -55,6 +55,7 @@ class Run:
         for path in set(self.logs) - set(paths):  # moved aside by a new run
             del self.logs[path], self.texts[path]
         self.train, self.val, self.joints = join(self._ordered())
+        self._measure()
         self.launch = self._launch_state()
 
     def _ordered(self) -> List[JsonLog]:
@@ -119,22 +120,18 @@ class Run:
         return value if isinstance(value, int) and value > 0 else None
 
     # ---- size and place -----------------------------------------------------------------------------------------------
-    @property
-    def by_iteration(self) -> bool:
-        """Whether ``iter`` counts through the whole run (mmcv's IterBasedRunner) instead of within the epoch."""
-        return any(later.epoch > row.epoch and later.iter > row.iter for row, later in zip(self.train, self.train[1:])) \
-            and not any(later.epoch > row.epoch and later.iter <= row.iter for row, later in zip(self.train, self.train[1:]))
-
-    @property
-    def iterations(self) -> Optional[int]:
-        """Iterations per epoch: from the text log, else the longest finished epoch in the rows; None while unknown."""
-        for path in sorted(self.texts, reverse=True):
-            if self.texts[path].iterations:
-                return self.texts[path].iterations
-        last = self.train[-1].epoch if self.train else 0
-        ended = [row.iter for row in self.train if row.epoch < last]
-        ended += [row.iter for row in self.train if self.val and row.epoch <= self.val[-1].epoch]
-        return max(ended) if ended and not self.by_iteration else None
+    def _measure(self) -> None:
+        """``by_iteration``: whether ``iter`` counts through the whole run (mmcv's IterBasedRunner) instead of within the epoch.
+        ``iterations``: per epoch; from the text log, else the longest finished epoch in the rows; None while unknown."""
+        turns = [(row.iter, later.iter) for row, later in zip(self.train, self.train[1:]) if later.epoch > row.epoch]
+        self.by_iteration = bool(turns) and all(later > earlier for earlier, later in turns)
+        told = [self.texts[path].iterations for path in sorted(self.texts) if self.texts[path].iterations]
+        if told:
+            self.iterations: Optional[int] = told[-1]
+            return
+        over = max([row.epoch for row in self.val] + [self.train[-1].epoch - 1 if self.train else 0])
+        ended = [row.iter for row in self.train if row.epoch <= over]
+        self.iterations = max(ended) if ended and not self.by_iteration else None
 
     @property
     def epochs(self) -> Optional[int]:

@@ -2,6 +2,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -152,6 +153,25 @@ def test_two_runs_at_a_time_do_not_touch_each_other(runs, fault_record):
     assert runs.until(state.FINISHED, 'three').restarts == 0
     assert runs.state('two').phase == state.STOPPED and 'without a last checkpoint' in runs.state('two').message
     fault_record('two runs on one machine, one is stopped or killed', 'the other goes on; ports and folders are their own')
+
+
+def test_one_run_on_two_machines_has_a_supervisor_on_each(runs):
+    """Both are this machine here; the folder is shared, as on a cluster."""
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = str(free.getsockname()[1])
+    nodes = [dict(os.environ, NNODES='2', NODE_RANK=str(node), MASTER_ADDR='127.0.0.1', PORT=port) for node in (0, 1)]
+    path = runs.folder / 'c.json'
+    path.write_text(json.dumps({'steps': 20}))
+    started = [subprocess.Popen([*TOOL, 'start', str(path), '-n', '1', '--run-dir', str(runs.folder / 'run'), '--script', TRAINER,
+                                 '--skip-checks', '--foreground'], env=env, stderr=subprocess.PIPE, text=True) for env in nodes]
+    said = [process.communicate(timeout=100)[1] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    for node, folder in enumerate(('launch', 'launch_node1')):
+        assert (runs.folder / 'run' / folder / 'attempt_001' / f'rank_{node}.json').exists()
+        assert json.loads((runs.folder / 'run' / f'seen_{node}.json').read_text())['WORLD_SIZE'] == '2'
+    status = subprocess.run([*TOOL, 'status', str(runs.folder / 'run')], env=nodes[1], capture_output=True, text=True)
+    assert status.returncode == 0 and 'rank 1: ended with 0' in status.stdout
 
 
 @pytest.mark.parametrize('do, code, words', [('mistake', 2, 'something to correct'), ('full', 3, 'could not be written'),

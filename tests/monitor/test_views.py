@@ -186,6 +186,14 @@ def test_differences_name_key_and_both_values(two_runs):
     assert 'object/nds' in names and 'lr' not in names
 
 
+def test_a_run_of_a_week_is_shown_at_once(tmp_path):
+    run = Run(str(make_run(tmp_path / 'run', schedule(epochs=10, iterations=30000, upto=(10, 20000)), iterations=30000)))
+    begin = time.monotonic()
+    render(run, Style())
+    text = page(run)
+    assert len(run.train) == 5800 and time.monotonic() - begin < 8 and len(text) < 2**21
+
+
 def test_text_from_the_run_cannot_become_markup(tmp_path):
     evil = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
     row = train_row(1, 50, 0.1, **{f'loss/map/{evil.replace("/", "")}/dice': 0.5, f'loss/object/{evil.replace("/", "")}': 0.5})

@@ -231,18 +231,26 @@ def test_ranks_that_never_start(tmp_path, fault_record):
 
 # ---- an edit that changes nothing -----------------------------------------------------------------------------------------------
 
-def test_two_installs(tmp_path, fault_record):
+@pytest.fixture
+def light_doctor():
+    """The doctor's own modules, in a process of their own import: they must not need the package's start."""
+    from mmdet3d_ext.doctor import stack
+    return stack
+
+
+def test_two_installs(tmp_path, light_doctor, monkeypatch, fault_record):
     """The usual cause of "my edit has no effect": another copy comes first."""
     other = tmp_path / 'old'
     (other / 'mmdet3d_ext').mkdir(parents=True)
     (other / 'mmdet3d_ext' / '__init__.py').write_text('__version__ = "0.0.1"\n')
-    _, found = examine('--only', 'stack', env={'PYTHONPATH': f'{other}{os.pathsep}{REPO}'})
-    used = found['mmdet3d_ext']
-    assert used['status'] == 'problem' and f'{other}/mmdet3d_ext/__init__.py is what runs, not this checkout' in used['text']
-    assert 'clearing __pycache__ does not help' in used['text']
-    _, found = examine('--only', 'stack', env={'PYTHONPATH': str(other)})
-    assert found['mmdet3d_ext']['status'] == 'problem' and f'A second copy lies in {other}/mmdet3d_ext' in found['mmdet3d_ext']['text']
-    assert found['bytecode']['status'] == 'ok'
+    monkeypatch.setenv('PYTHONPATH', f'{other}{os.pathsep}{REPO}')
+    used = {finding.check: finding for finding in light_doctor.check_packages()}['mmdet3d_ext']
+    assert used.status == 'problem' and f'{other}/mmdet3d_ext/__init__.py is what runs, not this checkout' in used.text
+    assert 'clearing __pycache__ does not help' in used.text
+    monkeypatch.setenv('PYTHONPATH', str(other))
+    used = {finding.check: finding for finding in light_doctor.check_packages()}['mmdet3d_ext']
+    assert used.status == 'problem' and f'A second copy lies in {other}/mmdet3d_ext' in used.text
+    assert light_doctor.check_bytecode(REPO / 'mmdet3d_ext').status == 'ok'
     fault_record('two installs: an edit in one changes nothing', 'both places are named, and which one runs', 'nothing')
 
 
@@ -250,13 +258,6 @@ def what_runs(folder):
     done = subprocess.run([sys.executable, '-c', 'import part.code as c; print(c.VALUE)'], cwd=folder, capture_output=True, text=True,
                           env=clean_env())
     return done.stdout.strip()
-
-
-@pytest.fixture
-def light_doctor():
-    """The doctor's own modules, in a process of their own import: they must not need the package's start."""
-    from mmdet3d_ext.doctor import stack
-    return stack
 
 
 @pytest.mark.parametrize('how', ['plain', 'same time and size', 'unchecked hash'])

@@ -178,7 +178,7 @@ def check(config: str, overrides: List[str], ranks: int, run_dir: str, exports: 
     good = True
     # Without the group mpi: which launcher works is tried next, and what one drops from the environment is put back.
     groups = ['stack', 'libraries', 'gpus', 'system', 'data']
-    for enough, words in (((0, 1), ['doctor.py', config, '--processes', str(ranks), '--run-dir', run_dir, '--only', *groups, *overrides]),
+    for enough, words in (((0, 1), ['doctor.py', config, '--only', *groups, '--processes', str(ranks), '--run-dir', run_dir, *overrides]),
                           ((0,), ['check_config.py', config, '--gpus', str(ranks), *overrides])):
         print(f'--- {shlex.join(words)}', flush=True)
         code = subprocess.run([sys.executable, str(REPO / 'tools' / words[0]), *words[1:]],

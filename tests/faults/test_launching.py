@@ -194,6 +194,7 @@ def test_foreground_shows_the_run_and_ctrl_c_stops_it_in_order(runs):
         assert line, seen
         seen += line
     runs.tokens.append(runs.state().token)
+    runs.until_training()
     os.killpg(process.pid, signal.SIGINT)  # what the terminal does
     seen += process.stderr.read()
     assert process.wait(30) == 75 and 'stopped: stopped; the newest checkpoint is' in seen, seen

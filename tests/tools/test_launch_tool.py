@@ -102,7 +102,8 @@ def test_machine_and_configuration_are_checked_before_anything_starts(tmp_path, 
     code = launch.main(['start', 'c.yaml', '-n', '1', '--run-dir', str(tmp_path / 'run'), '--dry-run', '--gpus', '',
                         '--resume_from', 'auto', '--max_epochs', '3', '--deterministic'])
     assert code == (0 if starts else 2)
-    assert said == [['doctor.py', 'c.yaml', '--processes', '1', '--run-dir', str(tmp_path / 'run'), '--max_epochs', '3'],
+    assert said == [['doctor.py', 'c.yaml', '--only', 'stack', 'libraries', 'gpus', 'system', 'data', '--processes', '1', '--run-dir',
+                     str(tmp_path / 'run'), '--max_epochs', '3'],
                     ['check_config.py', 'c.yaml', '--gpus', '1', '--max_epochs', '3']]
     assert ('nothing was started. --skip-checks' in capsys.readouterr().err) != starts and not (tmp_path / 'run').exists()
 

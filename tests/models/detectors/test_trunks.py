@@ -116,6 +116,20 @@ def test_the_branch_starts_from_the_main_trunk_of_a_coarser_checkpoint():
     assert (again.branches['map'].fuser[0].weight == 3).all() and not (again.fuser[0].weight == 3).any()
 
 
+def test_recomputing_a_branch_and_the_pooling_changes_no_gradient():
+    torch.manual_seed(4)
+    plain, data = build_model(fine()), small.batch()
+    lean = build_model(fine(checkpoint=['encoders.camera.vtransform', 'decoder', 'branches.map.decoder', 'branches.map.fuser']))
+    lean.load_state_dict(plain.state_dict())
+    for model in (plain, lean):
+        sum(v for k, v in model(**data).items() if k.startswith('loss/')).backward()
+    theirs = dict(lean.named_parameters())
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(theirs[name].grad, parameter.grad, rtol=1e-4, atol=1e-5, msg=name)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(lean.state_dict()[name], value, msg=name)
+
+
 def test_a_pooled_map_keeps_its_mean_at_another_cell_size():
     model, data = build_model(fine('camera')), small.batch()
     transform = model.encoders['camera']['vtransform']

@@ -164,7 +164,7 @@ __global__ void mark_kernel(const Index* __restrict__ coords, int64_t count, int
     cell = all.cell(row);
     const uint32_t mask = 1u << (cell % 32);
     // Most points find their bit set; a stale zero only costs the atomic.
-    if (!(__ldcg(bits + cell / 32) & mask)) atomicOr(bits + cell / 32, mask);
+    if (!(*static_cast<const volatile uint32_t*>(bits + cell / 32) & mask)) atomicOr(bits + cell / 32, mask);
   }
   cell_of[p] = cell;
 }

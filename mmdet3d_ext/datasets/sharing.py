@@ -17,6 +17,7 @@ from typing import Any, Callable, List, Mapping, Optional, Sized
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from .epoch_state import own_random_numbers
 
@@ -157,7 +158,7 @@ class FileBatches:
 
     def __call__(self, samples: Any) -> Any:
         from torch.utils.data._utils import worker
-        if worker._worker_info is None:
+        if get_worker_info() is None:
             return self.collate(samples)
         # torch's collate makes its result in /dev/shm where it sees that it runs in a worker
         held, worker._worker_info = worker._worker_info, None

@@ -59,12 +59,15 @@ class Finding:
         return '; '.join(parts) or 'computing the step again on this rank gave finite values everywhere'
 
 
-def trace(model: nn.Module, losses: Callable[[], Losses], batch: Mapping[str, Any], names: Sequence[str] = ()) -> Finding:
+def trace(model: nn.Module, losses: Callable[[], Losses], batch: Mapping[str, Any], names: Sequence[str] = (),
+          backward: Optional[bool] = None) -> Finding:
     """Run ``losses()`` and its gradients with a look at every module of ``model``.
 
     Args:
         losses: one forward pass; gradients are taken, but nothing is added to ``.grad``.
         batch: the unpacked batch, to look at. names: the samples' tokens, for messages.
+        backward: whether to take gradients; by default if the total loss is finite. Ranks that trace together must agree on
+            it, for SyncBatchNorm exchanges values in both directions.
     """
     finding = Finding(inputs=list(_bad_inputs(batch, names)))
     titles = {module: f'{name} ({type(module).__name__})' for name, module in model.named_modules() if name}
@@ -86,7 +89,7 @@ def trace(model: nn.Module, losses: Callable[[], Losses], batch: Mapping[str, An
     try:
         total, loss_names, values = losses()
         finding.losses = dict(zip(loss_names, torch.stack(values).tolist()))
-        if math.isfinite(float(total.detach())) and total.requires_grad:
+        if total.requires_grad and (math.isfinite(float(total.detach())) if backward is None else backward):
             gradients = torch.autograd.grad(total, [p for _, p in parameters], allow_unused=True)
             finding.parameters = [name for (name, _), g in zip(parameters, gradients) if g is not None and not is_finite(g)]
     except Exception as error:

@@ -109,10 +109,11 @@ class Guard:
         own = losses and any(not math.isfinite(v) for v in values)
         finding, (random, batch) = None, self._steps[-1]
         if thorough and hasattr(runner.model, 'losses_alone'):
-            for random, batch in self._steps[-1:] if losses else self._steps:
-                finding = self._trace(runner, random, batch)
-                if finding.found and not losses:
-                    break
+            steps = self._steps[-1:] if losses else self._steps
+            findings = [self._trace(runner, *step, backward=not losses) for step in steps]  # all of them, on all ranks alike
+            found = [number for number, one in enumerate(findings) if one.found]
+            number = found[0] if found else len(steps) - 1
+            finding, (random, batch) = findings[number], steps[number]
         if not own and (finding is None or not finding.found):
             return
         tokens = sample_tokens(batch)
@@ -122,12 +123,12 @@ class Guard:
         if finding is not None and self.saved < self.save_batches:
             self._save_batch(runner, finding, random, batch, place, tokens)
 
-    def _trace(self, runner: Any, random: Mapping[str, Any], batch: Any) -> Finding:
+    def _trace(self, runner: Any, random: Mapping[str, Any], batch: Any, backward: bool) -> Finding:
         now, after = random_state(cuda=True), [tensor.clone() for tensor in self._own]
         set_random_state(random)
         try:
             return trace(runner.model.module, lambda: runner.model.losses_alone(batch),
-                         unpack_batch(batch, torch.device('cpu')), sample_tokens(batch))
+                         unpack_batch(batch, torch.device('cpu')), sample_tokens(batch), backward)
         finally:
             set_random_state(now)
             for tensor, value in zip(self._own, after):

@@ -197,6 +197,18 @@ def test_only_a_bounded_number_of_files_is_kept(tmp_path):
     assert names(other) == ['epoch_1.pth', 'epoch_1_iter_6.pth', 'epoch_1_iter_8.pth']  # groups of two steps are not split
 
 
+def test_checkpoints_by_the_clock_of_rank_0(tmp_path):
+    """Every step is late by this clock, so every group of two steps ends with a file; both ranks agree on it."""
+    hooks = [{'type': 'FaultyKill', 'step': 9, 'priority': 'LOWEST'}]
+    words = ['--checkpoint_config.every_iters', 'null', '--checkpoint_config.every_minutes', 1e-6]
+    assert run(tmp_path, settings(tmp_path, *words, custom_hooks=hooks), world=2) == [-signal.SIGKILL] * 2
+    assert names(tmp_path) == ['epoch_1.pth', 'epoch_1_iter_2.pth']
+    assert run(tmp_path, settings(tmp_path), world=2, resume='auto') == [0, 0]
+    other = tmp_path / 'alone'
+    assert run(other, settings(other), world=2) == [0, 0]
+    assert same_state(content(tmp_path), content(other))
+
+
 @pytest.mark.slow
 def test_the_real_model_is_killed_within_an_epoch(tmp_path, synthetic_root, fault_record):
     """The tiny multitask configuration: cameras, points, object paste, map labels, both heads; workers, augmentation, dropout."""

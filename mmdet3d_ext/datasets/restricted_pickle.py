@@ -4,6 +4,8 @@ A file is read twice. The first pass builds stand-ins: every callable checks wha
 state that they would get (NumPy trusts it: an array type that is told to hold no objects, but does, takes bytes of the file for
 addresses). Only a file that passed is built for real. The first pass also has a memory limit, since ten bytes can ask for
 gigabytes.
+
+What remains possible is a crash: tuples nested 10^5 deep as a key exhaust the C stack when Python hashes them, and the process ends.
 """
 from __future__ import annotations
 

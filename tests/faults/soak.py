@@ -31,7 +31,7 @@ def main() -> int:
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
     folder = Path(tempfile.mkdtemp(prefix='soak-'))
-    epochs = max(2, int(arguments.minutes * 60 / (STEPS * 0.05) / 4))  # starts, endings and lost steps take the rest
+    epochs = max(2, int(arguments.minutes * 60 / (STEPS * 0.05) / 2))  # starts, endings and lost steps take the rest
     data = {**DATA, 'workers_per_gpu': 1, 'train': {**DATA['train'], 'size': 4 * STEPS}}
     more = dict(data=data, checkpoint_config={**CHANGES['checkpoint_config'], 'every_iters': 7})
     slow = [{'type': 'FaultySlow', 'seconds': 0.05, 'tell': str(folder / 'running')}]

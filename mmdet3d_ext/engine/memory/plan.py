@@ -42,7 +42,7 @@ CPU = torch.device('cpu')
 CUBLAS = 2 * 32 * MIB
 # What torch.cuda's figure leaves out and nvidia-smi shows: driver context and loaded kernels; and blocks that the allocator holds
 # and cannot hand out, as a share of the peak. Both are assumptions, see docs/memory.md for what was measured.
-CONTEXT = 600 * MIB
+CONTEXT = 880 * MIB
 FRAGMENTATION = 0.08
 # Cards by their nominal GB -> GiB that torch sees on them.
 CARDS = {16: 15.77, 24: 23.65, 32: 31.74, 40: 39.39, 80: 79.15, 141: 139.8}

@@ -5,7 +5,7 @@ Examples:
   # what `make demo` uses: 8 + 2 scenes, small images, about two minutes on two cores
   python tools/create_synthetic_nuscenes.py --out data/synthetic --preset demo --workers 2
   # a few seconds, for trying things out
-  python tools/create_synthetic_nuscenes.py --out /tmp/tiny --preset tiny
+  python tools/create_synthetic_nuscenes.py --out data/tiny --preset tiny
   # full-size sensors, few scenes
   python tools/create_synthetic_nuscenes.py --out data/full --preset mini --scenes-train 2 --scenes-val 1 --workers 8
   # official names of the full data set (splits train and val)

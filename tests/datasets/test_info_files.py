@@ -33,7 +33,7 @@ def write(path, infos, metadata=None):
 
 class Attack:
     def __reduce__(self):
-        return os.system, ('touch /tmp/should-never-exist-mmdet3d-ext',)
+        return os.system, ('touch should-never-exist-mmdet3d-ext',)
 
 
 class Subtle:
@@ -50,7 +50,7 @@ def test_pickle_that_could_run_code_is_refused_and_names_the_global(tmp_path, pa
     path.write_bytes(pickle.dumps({'infos': [{'token': payload}], 'metadata': {}}))
     with pytest.raises(InfoFileError, match=rf'refused to load an info file: .*bad_infos_val.pkl: it asks for {name}'):
         load_info_file(path)
-    assert not os.path.exists('/tmp/should-never-exist-mmdet3d-ext')
+    assert not os.path.exists('should-never-exist-mmdet3d-ext')
 
 
 @pytest.mark.parametrize('protocol', range(6))

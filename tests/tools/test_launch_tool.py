@@ -36,7 +36,7 @@ def config(tmp_path):
 # ---- environment -------------------------------------------------------------------------------------------------------
 
 def test_exports_put_torchs_libraries_first_and_keep_what_is_there():
-    found = launchers.exports(2, '0,1', {'PATH': '/bin', 'LD_LIBRARY_PATH': '/opt/x:/opt/y', 'NCCL_DEBUG': 'INFO', 'HOME': '/root'})
+    found = launchers.exports(2, '0,1', {'PATH': '/bin', 'LD_LIBRARY_PATH': '/opt/x:/opt/y', 'NCCL_DEBUG': 'INFO', 'HOME': '/home/me'})
     libraries = found['LD_LIBRARY_PATH'].split(':')
     assert libraries[0].endswith('torch/lib') and libraries[1:] == ['/opt/x', '/opt/y']
     assert found['PATH'].split(':') == [str(Path(sys.executable).parent), '/bin'] and found['CUDA_VISIBLE_DEVICES'] == '0,1'

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from ranks import run_ranks  # noqa: E402
+from metric_ranks import run_ranks  # noqa: E402
 from testing import Golden  # noqa: E402
 
 from mmdet3d_ext.geometry.grid import Axis, BevGrid  # noqa: E402

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from ranks import run_ranks  # noqa: E402
+from metric_ranks import run_ranks  # noqa: E402
 
 from mmdet3d_ext.metrics import gather  # noqa: E402
 

@@ -13,7 +13,7 @@ from testing import REPO, Golden
 
 sys.path[:0] = [str(REPO / 'tests' / 'datasets'), str(Path(__file__).resolve().parent)]
 import tiny_nuscenes as tiny  # noqa: E402
-from ranks import run_ranks  # noqa: E402
+from metric_ranks import run_ranks  # noqa: E402
 
 from mmdet3d_ext.datasets import NuScenesDataset, nuscenes_converter  # noqa: E402
 from mmdet3d_ext.datasets.nuscenes_schema import OBJECT_CLASSES  # noqa: E402

@@ -50,9 +50,8 @@ def main(argv=None) -> int:
     parser.add_argument('--limit', type=int, default=120_000, help='voxels at the encoder\'s input, as in training')
     arguments = parser.parse_args(argv)
     if arguments.cloud:
-        rows = np.fromfile(arguments.cloud, np.float32).reshape(-1, 5)
-        shift = np.array([0.003, -0.4, 0.001, 0, 0], np.float32)
-        points = np.concatenate([rows + k * shift for k in range(arguments.repeat)])
+        from mmdet3d_ext.engine.benchmark import read_cloud
+        points = read_cloud(arguments.cloud, arguments.repeat).numpy()
     else:
         from inputs import keyframe_cloud
         found = keyframe_cloud('cpu', arguments.repeat)

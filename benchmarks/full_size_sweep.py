@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import logging
 import re
 import statistics
 import sys
@@ -35,16 +34,12 @@ from torch import nn  # noqa: E402
 from mmdet3d_ext.config import Config, load_config  # noqa: E402
 from mmdet3d_ext.datasets.synthetic.batch import REAL_POINTS, random_batch  # noqa: E402
 from mmdet3d_ext.engine.amp import plan_amp  # noqa: E402
+from mmdet3d_ext.engine.benchmark import Steps  # noqa: E402
 from mmdet3d_ext.engine.evaluate import forward  # noqa: E402
-from mmdet3d_ext.engine.hooks.optimizer import make_scaler  # noqa: E402
 from mmdet3d_ext.engine.parallel import StepModel  # noqa: E402
-from mmdet3d_ext.engine.train import make_optimizer  # noqa: E402
 from mmdet3d_ext.models.builder import build_model  # noqa: E402
 
 CONFIGS = REPO / 'configs'
-QUIET = logging.getLogger('full_size_sweep')  # that the batch is not the recipe's is no news here
-QUIET.addHandler(logging.NullHandler())
-QUIET.propagate = False
 GIB = 1024**3
 WARM_UP = 4  # steps on a GPU: the loss scale comes down, kernels are chosen
 
@@ -160,30 +155,12 @@ def timed_steps(cfg: Config, model: nn.Module, batch: Dict[str, Any], steps: int
     """Time and memory of whole steps in the recipe's precision; the weights must have moved and be finite."""
     amp = plan_amp(cfg, device)
     row['precision'] = {None: 'float32', torch.float16: 'float16', torch.bfloat16: 'bfloat16'}[amp.dtype]
-    optimizer = make_optimizer(cfg, model, QUIET, row['samples'])
-    scaler = make_scaler(amp.loss_scale, device.type) if amp.dtype == torch.float16 else None
-    step = StepModel(model, device, amp.dtype).train()
+    runner = Steps(cfg, model, device, row['samples'], amp)
     trainable = [p for p in model.parameters() if p.requires_grad]
     before = [p.detach().cpu().clone() for p in trainable]  # not on the device: its memory is measured
-    limit = (cfg.select('optimizer_config.grad_clip') or {'max_norm': 35})['max_norm']
-
-    def train() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        loss = step.train_step(batch)['loss']
-        (scaler.scale(loss) if scaler else loss).backward()
-        if scaler:
-            scaler.unscale_(optimizer)
-        norm = nn.utils.clip_grad_norm_(trainable, limit)
-        if scaler:
-            scaler.step(optimizer)
-            scaler.update()
-        elif torch.isfinite(norm):
-            optimizer.step()
-
-    for _ in range(WARM_UP if device.type == 'cuda' else 1):
-        train()
+    runner.run([batch], WARM_UP if device.type == 'cuda' else 1)
     memory = Memory(device)
-    row['step'] = statistics.median(milliseconds(train, device) for _ in range(steps))
+    row['step'] = statistics.median(milliseconds(lambda: runner.run([batch], 1), device) for _ in range(steps))
     row['memory'] = memory.peak()
     if not all(bool(torch.isfinite(p).all()) for p in trainable):
         row['problems'].append('weights are not finite after the steps')

@@ -6,10 +6,10 @@ import math
 import os
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from mmdet3d_ext.datasets.synthetic import batch
+from mmdet3d_ext.engine.benchmark import read_cloud
 
 
 def lidar_cloud(count: int, device: str, seed: int = 0, columns: int = 5) -> torch.Tensor:
@@ -23,9 +23,7 @@ def keyframe_cloud(device: str, sweeps: int = 10):
     for root in filter(None, roots):
         found = sorted(Path(root).glob('data/nuscenes_keyframe/*LIDAR_TOP*.bin'))
         if found:
-            cloud = torch.from_numpy(np.fromfile(found[0], dtype=np.float32).reshape(-1, 5))
-            copies = [cloud + torch.tensor([0.003 * k, -0.4 * k, 0.001 * k, 0, 0]) for k in range(sweeps)]
-            return torch.cat(copies).contiguous().to(device)
+            return read_cloud(str(found[0]), sweeps).to(device)
     return None
 
 

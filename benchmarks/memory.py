@@ -99,11 +99,11 @@ def measure(item: Dict[str, Any], device: Any, iterations: int) -> Dict[str, Any
     from inputs import keyframe_cloud
 
     from mmdet3d_ext.datasets.synthetic.batch import random_batch
-    from mmdet3d_ext.engine.hooks.optimizer import _gradients, make_scaler, total_norm
+    from mmdet3d_ext.engine.amp import AmpPlan
+    from mmdet3d_ext.engine.benchmark import Steps
     from mmdet3d_ext.engine.memory.plan import PRECISIONS
-    from mmdet3d_ext.engine.parallel import StepModel
     from mmdet3d_ext.engine.run_dir import to_plain
-    from mmdet3d_ext.engine.train import make_model, make_optimizer
+    from mmdet3d_ext.engine.train import make_model
 
     cuda = device.type == 'cuda'
     cfg = settings(item)
@@ -111,12 +111,8 @@ def measure(item: Dict[str, Any], device: Any, iterations: int) -> Dict[str, Any
     tiny = item['config'] == TINY
     batch = random_batch(to_plain(cfg), item['samples'], device, points=2000 if tiny else 323_000,
                          cloud=None if tiny else keyframe_cloud('cpu'))
-    dtype = PRECISIONS[item['precision']]
-    model = make_model(cfg).to(device)
-    step = StepModel(model, device, dtype)
-    step.train()
-    optimizer = make_optimizer(dict(to_plain(cfg), auto_scale_lr=None), model, logging.getLogger('memory'), item['samples'])
-    scaler = make_scaler(None, device.type) if dtype == torch.float16 else None
+    steps = Steps(cfg, make_model(cfg), device, item['samples'], AmpPlan(PRECISIONS[item['precision']]))
+    model, optimizer = steps.model, steps.optimizer
     seen: Dict[str, int] = {}
     head = model.heads['map'] if 'map' in getattr(model, 'heads', {}) else None
     handles = []
@@ -127,17 +123,7 @@ def measure(item: Dict[str, Any], device: Any, iterations: int) -> Dict[str, Any
 
     def once() -> float:
         begin = time.perf_counter()
-        output = step.train_step(batch, optimizer)
-        loss = output['loss']
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        norm = float(total_norm(_gradients(optimizer)))
-        if norm == norm and norm != float('inf'):
-            optimizer.step()
-        if scaler is not None:
-            scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        steps.run([batch], 1)
         if cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - begin

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import statistics
-import tempfile
 import time
 import warnings
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -22,6 +21,7 @@ from torch import nn
 
 from ..datasets.synthetic.batch import REAL_POINTS, random_batch
 from .amp import AmpPlan
+from .hooks.guard import Guard
 from .hooks.optimizer import GuardedOptimizerHook, make_scaler
 from .launch import UserError, current
 from .parallel import StepModel, autocast, unpack_batch
@@ -72,16 +72,18 @@ class Clock:
 
 
 def parts_of(model: nn.Module) -> Dict[str, nn.Module]:
-    """The model's parts that a table shows, by name: one level below encoders and heads, whole fuser and decoder."""
+    """The model's parts that a table shows, by name: one level below encoders, decoders and heads, whole fusers."""
     found: Dict[str, nn.Module] = collections.OrderedDict()
     for sensor, encoder in getattr(model, 'encoders', {}).items():
         for name, part in encoder.items():
             found[f'encoders.{sensor}.{name}'] = part
-    if getattr(model, 'fuser', None) is not None:
-        found['fuser'] = model.fuser
-    for name, part in getattr(model, 'decoder', {}).items():
-        for inner, module in part.items() if isinstance(part, nn.ModuleDict) else [('', part)]:
-            found[f'decoder.{name}{"." if inner else ""}{inner}'] = module
+    branches = {f'branches.{task}.': branch for task, branch in getattr(model, 'branches', {}).items()}
+    for prefix, trunk in {'': model, **branches}.items():
+        if getattr(trunk, 'fuser', None) is not None:
+            found[f'{prefix}fuser'] = trunk.fuser
+        for name, part in getattr(trunk, 'decoder', {}).items():
+            for inner, module in part.items() if isinstance(part, nn.ModuleDict) else [('', part)]:
+                found[f'{prefix}decoder.{name}{"." if inner else ""}{inner}'] = module
     for task, head in getattr(model, 'heads', {}).items():
         found[f'heads.{task}'] = head
     return found or collections.OrderedDict(model.named_children())
@@ -235,6 +237,34 @@ def read_cloud(path: str, repeat: int = 1) -> torch.Tensor:
     return torch.cat([cloud + torch.tensor([0.003 * k, -0.4 * k, 0.001 * k, 0, 0]) for k in range(repeat)])
 
 
+class Steps:
+    """Training steps without a run around them: training's own wrapper, optimizer, optimizer hook and runner.
+
+    Args:
+        cfg: a resolved configuration; its learning rate is not scaled by the batch.
+        samples: of this process per step.
+        amp: the precision.
+
+    Attributes:
+        model, optimizer, runner: what takes the steps. No file is written.
+    """
+
+    def __init__(self, cfg: Mapping[str, Any], model: nn.Module, device: torch.device, samples: int, amp: AmpPlan):
+        cfg, logger = _with_batch(cfg, samples), _quiet_logger()
+        self.model = model.to(device)
+        step = StepModel(self.model, device, amp.dtype, bool(cfg.get('find_unused_parameters')))
+        self.optimizer = make_optimizer(cfg, self.model, logger, samples * current().world_size)
+        self.runner = make_runner(cfg, step, self.optimizer, None, 'benchmark', logger, {}, 10 ** 6)
+        clip = (cfg.get('optimizer_config') or {}).get('grad_clip')
+        scaler = make_scaler(amp.loss_scale, device.type) if amp.dtype == torch.float16 else None
+        self.runner.register_hook(GuardedOptimizerHook(clip, scaler=scaler, guard=Guard(save_batches=0)), priority='ABOVE_NORMAL')
+        self.runner.call_hook('before_run')
+
+    def run(self, batches: Sequence[Mapping[str, Any]], count: int) -> None:
+        """``count`` steps over the same few batches again and again."""
+        self.runner.train(_Repeat(batches, count))
+
+
 def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precision_name: str, iterations: int = 20,
              warmup: int = 5, batches: Optional[Sequence[Mapping[str, Any]]] = None, trace: Optional[str] = None,
              model: Optional[nn.Module] = None) -> Dict[str, Any]:
@@ -245,27 +275,21 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
         ``data_wait_ms``, ``peak_mib``, ``peak_reserved_mib``, ``host_waits``, ``wait_sites`` and ``kernels`` of one step, and ``parts``
         (name -> median ms).
     """
-    with precision(precision_name, device) as dtype, tempfile.TemporaryDirectory() as folder:
-        logger = _quiet_logger()
-        cfg = _with_batch(cfg, samples)
+    with precision(precision_name, device) as dtype:
         torch.backends.cudnn.benchmark = bool(cfg.get('cudnn_benchmark'))
-        step = StepModel((model or make_model(cfg)).to(device), device, dtype, bool(cfg.get('find_unused_parameters')))
-        optimizer = make_optimizer(cfg, step.module, logger, samples * current().world_size)
-        clock = Clock(device)
-        timing = _TimingHook(clock, optimizer)
-        runner = make_runner(cfg, _TimedStep(step, clock), optimizer, folder, 'benchmark', logger, {}, 10 ** 6)
-        clip = (to_plain(cfg.get('optimizer_config')) or {}).get('grad_clip')
-        amp = AmpPlan(dtype)
-        scaler = make_scaler(amp.loss_scale, device.type) if dtype == torch.float16 else None
-        runner.register_hook(timing, priority='VERY_HIGH')
-        runner.register_hook(GuardedOptimizerHook(grad_clip=clip, scaler=scaler), priority='ABOVE_NORMAL')
-        runner.register_hook(_EndOfStep(timing), priority='VERY_LOW')
-        runner.call_hook('before_run')
+        steps, clock = Steps(cfg, model or make_model(cfg), device, samples, AmpPlan(dtype)), Clock(device)
+        timing = _TimingHook(clock, steps.optimizer)
+        steps.runner.model = _TimedStep(steps.runner.model, clock)
+        steps.runner.register_hook(timing, priority='VERY_HIGH')
+        steps.runner.register_hook(_EndOfStep(timing), priority='VERY_LOW')
 
         def run(count: int) -> None:
-            runner.train(_Repeat(batches, count) if batches is not None else _Endless(loader, count))
+            if batches is not None:
+                steps.run(batches, count)
+            else:
+                steps.runner.train(_Endless(loader, count))
 
-        loader = None if batches is not None else make_loader(cfg, cfg['data']['train'], 0, train=True)
+        loader = None if batches is not None else make_loader(_with_batch(cfg, samples), cfg['data']['train'], 0, train=True)
         run(warmup)
         clock.milliseconds()
         _reset_peak(device)
@@ -278,7 +302,7 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
                    step_ms=1e3 * seconds / iterations, samples_per_s=samples * iterations / seconds,
                    data_wait_ms=1e3 * timing.waited / max(iterations - 1, 1), **_peak(device))
         clock.milliseconds()
-        row['parts'] = _medians(step.module, clock, lambda: run(1), min(iterations, 10))
+        row['parts'] = _medians(steps.model, clock, lambda: run(1), min(iterations, 10))
         row['host_waits'], row['wait_sites'], row['kernels'] = _host_waits(device, lambda: run(1), trace)
         for handle in timing.handles:
             handle.remove()

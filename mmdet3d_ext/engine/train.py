@@ -329,7 +329,7 @@ def merge_groups(optimizer: torch.optim.Optimizer) -> None:
     optimizer.param_groups[:] = list(merged.values())
 
 
-def make_runner(cfg: Mapping[str, Any], model: StepModel, optimizer: torch.optim.Optimizer, folder: str, stamp: str,
+def make_runner(cfg: Mapping[str, Any], model: StepModel, optimizer: torch.optim.Optimizer, folder: Optional[str], stamp: str,
                 logger: logging.Logger, meta: Dict[str, Any], epochs: int) -> CustomEpochBasedRunner:
     """The configured runner; epochs count, both mmcv's and the reference's name give ours."""
     settings = run_dirs.to_plain(cfg.get('runner')) or {}

@@ -43,6 +43,19 @@ def test_training_row_has_every_part_and_they_add_up(tiny):
     assert 'loss' not in vars(model.heads['object'])
 
 
+def test_parts_of_a_trunk_of_its_own_and_of_decoders_per_task():
+    part = torch.nn.Identity
+    trunk = torch.nn.ModuleDict({'backbone': part(), 'neck': part()})
+    model = torch.nn.Module()
+    model.fuser, model.decoder = part(), torch.nn.ModuleDict({'object': trunk, 'map': trunk})
+    branch = torch.nn.Module()
+    branch.fuser, branch.decoder = None, trunk
+    model.branches = torch.nn.ModuleDict({'map': branch})
+    assert list(benchmark.parts_of(model)) == [
+        'fuser', 'decoder.object.backbone', 'decoder.object.neck', 'decoder.map.backbone', 'decoder.map.neck',
+        'branches.map.decoder.backbone', 'branches.map.decoder.neck']
+
+
 def test_inference_row(tiny):
     cfg, batches = tiny
     row = benchmark.inference(cfg, CPU, 1, 'bf16', iterations=2, warmup=0, batches=batches)

@@ -140,18 +140,19 @@ def running(model: nn.Module, cfg: Optional[Mapping[str, Any]] = None) -> Iterat
         raise
     except (ValueError, RuntimeError) as error:
         if isinstance(error, torch.cuda.OutOfMemoryError):
-            text = f'out of GPU memory{_module(error, model) or _pass(error)}: {str(error).splitlines()[0]} {_memory_advice(cfg)}'
+            text = f'out of GPU memory{in_module(error, model) or _pass(error)}: {str(error).splitlines()[0]} {_memory_advice(cfg)}'
         elif isinstance(error, ValueError) and raised_on_purpose(error):
             text = str(error)
         elif SHAPE_ERRORS.search(str(error)):
-            text = (f'the parts of the model do not fit{_module(error, model)}: {str(error).splitlines()[0]}. Align its '
+            text = (f'the parts of the model do not fit{in_module(error, model)}: {str(error).splitlines()[0]}. Align its '
                     'channels and sizes with the part before it')
         else:
             raise
         raise UserError(text) from error
 
 
-def _module(error: BaseException, model: nn.Module) -> str:
+def in_module(error: BaseException, model: nn.Module) -> str:
+    """`` in model.<name> (<type>)`` of the innermost module that an error came through; '' if it came through none."""
     names = {id(module): name for name, module in model.named_modules()}
     found: Union[str, None] = None
     for frame, _ in frames(error):

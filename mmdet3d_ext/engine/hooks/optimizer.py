@@ -108,7 +108,7 @@ class GuardedOptimizerHook(Hook):
             self._check_unused(runner)
         if self.scaler is not None:
             self.scaler.unscale_(runner.optimizer)
-        norm = total_norm(_gradients(runner.optimizer), self.norm_type)
+        norm = total_norm(gradients(runner.optimizer), self.norm_type)
         norm_value, *statistics = runner.publish([norm, *self.guard.statistics_size()])
         self._note_bad(runner)
         if math.isfinite(norm_value) and not self._bad:
@@ -149,7 +149,7 @@ class GuardedOptimizerHook(Hook):
 
     def _step(self, runner: Any, norm: float) -> None:
         if self.max_norm is not None and norm > self.max_norm:
-            torch._foreach_mul_(_gradients(runner.optimizer), self.max_norm / (norm + 1e-6))
+            torch._foreach_mul_(gradients(runner.optimizer), self.max_norm / (norm + 1e-6))
         # The gradients are unscaled and finite here, so the scaler has nothing left to decide.
         runner.optimizer.step()
         runner.stepped = True
@@ -205,7 +205,8 @@ def _place(runner: Any) -> str:
     return f'epoch {runner.epoch + 1}, iteration {runner.inner_iter + 1}'
 
 
-def _gradients(optimizer: torch.optim.Optimizer) -> List[torch.Tensor]:
+def gradients(optimizer: torch.optim.Optimizer) -> List[torch.Tensor]:
+    """Of all parameters that have one, in the optimizer's order."""
     return [p.grad for group in optimizer.param_groups for p in group['params'] if p.grad is not None]
 
 

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import (
 from ...datasets.synthetic.batch import REAL_POINTS, random_batch
 from ...models.builder import build_model
 from ..amp import plan_amp
-from ..building import building, running
-from ..hooks.optimizer import _gradients, total_norm
+from ..building import building, in_module, running
+from ..hooks.optimizer import gradients, total_norm
 from ..launch import UserError
 from ..parallel import autocast, sum_losses
 from ..run_dir import to_plain
@@ -163,8 +163,9 @@ def make_plan(cfg: Mapping[str, Any], samples: Optional[int] = None, precision: 
         with running(model), _no_garbage_collection():
             tracker = _run_step(settings, model, batch, PRECISIONS[precision], counts, gpus)
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        raise UserError(f'the memory of this model cannot be planned: {_where(error, model)} runs {error}, whose result '
-                        'depends on data. Measure it on a GPU with benchmarks/memory.py') from error
+        where = in_module(error, model).removeprefix(' in ') or 'the model'
+        raise UserError(f'the memory of this model cannot be planned: {where} runs {error}, whose result depends on data. Measure it '
+                        'on a GPU with benchmarks/memory.py') from error
     parts = dict(tracker.at_peak)
     parts[('workspace', 'cuBLAS')] = CUBLAS
     return MemoryPlan(samples, precision, gpus, sum(parts.values()), parts, *tracker.where, tracker.operator, points, counts.used)
@@ -209,7 +210,7 @@ def _run_step(settings: Mapping[str, Any], model: nn.Module, batch: Mapping[str,
             tracker.phase = 'backward'
             total.backward()
         tracker.phase = 'optimizer'
-        total_norm(_gradients(optimizer))
+        total_norm(gradients(optimizer))
         optimizer.step()
         del held
     return tracker
@@ -294,8 +295,3 @@ def _fake_state(model: nn.Module, fake: FakeTensorMode) -> None:
                     made = fake.from_tensor(real.detach())
                     known[id(real)] = (nn.Parameter(made, real.requires_grad) if members is module._parameters else made, real)
                 members[name] = known[id(real)][0]
-
-
-def _where(error: BaseException, model: nn.Module) -> str:
-    from ..building import _module
-    return _module(error, model).removeprefix(' in ') or 'the model'

@@ -28,13 +28,28 @@ def clean_env(**more):
 
 
 def in_ranks(work, tmp_path, world=2):
-    """``work(rank)`` in ``world`` forked processes with a gloo group; returns their results, or fails with their tracebacks."""
+    """``work(rank)`` in ``world`` forked processes with a gloo group; returns their results, or fails with a rank's traceback."""
+    outcomes = _outcomes(work, tmp_path, world)
+    for rank, (error, _) in enumerate(outcomes):
+        assert error is None, f'rank {rank}: {error}'
+    return [value for _, value in outcomes]
+
+
+def errors_in_ranks(work, tmp_path, world=2):
+    """As :func:`in_ranks` for work that must fail on every rank; returns the tracebacks."""
+    outcomes = _outcomes(work, tmp_path, world)
+    assert all(error is not None for error, _ in outcomes), outcomes
+    return [error for error, _ in outcomes]
+
+
+def _outcomes(work, tmp_path, world):
+    """(traceback or None, result) of each rank."""
     context = multiprocessing.get_context('fork')
     queue = context.Queue()
 
     def main(rank):
         try:
-            torch.set_num_threads(1)
+            torch.set_num_threads(1)  # a forked process must not use the parent's thread pool
             dist.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=rank, world_size=world)
             value = io.BytesIO()
             torch.save(work(rank), value)  # tensors in a queue would need their sender to stay
@@ -49,7 +64,7 @@ def in_ranks(work, tmp_path, world=2):
     found = {}
     for _ in range(world):
         rank, error, value = queue.get(timeout=90)
-        found[rank] = (error, None if value is None else torch.load(io.BytesIO(value)))
+        found[rank] = (error, None if value is None else torch.load(io.BytesIO(value), weights_only=False))
     for process in processes:
         process.join(20)
         process.kill()

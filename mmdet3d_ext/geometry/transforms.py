@@ -18,9 +18,6 @@ import torch
 
 Array = Union[np.ndarray, torch.Tensor]
 
-# Rotation matrices read from float32 files are orthonormal to about 1e-6; a scale of 0.1 % must not pass as rigid.
-RIGID_TOLERANCE = 1e-4
-
 
 def homogeneous(rotation: Optional[np.ndarray] = None, translation: Optional[np.ndarray] = None) -> np.ndarray:
     """A 4x4 float64 matrix from a 3x3 ``rotation`` (default identity) and a 3-vector ``translation`` (default zero)."""
@@ -36,32 +33,6 @@ def homogeneous(rotation: Optional[np.ndarray] = None, translation: Optional[np.
             raise ValueError(f'translation: expected 3 values (metres), got shape {translation.shape}')
         matrix[:3, 3] = translation
     return matrix
-
-
-def rigid_inverse(dst_from_src: Array) -> Array:
-    """``src_from_dst`` of a rigid transform ``(..., 4, 4)`` by transposing, exact and cheap.
-
-    A matrix with scale or flip must be inverted by ``np.linalg.inv``; for numpy input that mistake is refused (for torch
-    it is not checked, because the check would wait for the device).
-
-    Raises:
-        ValueError: if the last two axes are not 4x4, or a numpy matrix is not rigid.
-    """
-    if tuple(dst_from_src.shape[-2:]) != (4, 4):
-        raise ValueError(f'dst_from_src: expected (..., 4, 4), got shape {tuple(dst_from_src.shape)}')
-    rotation = dst_from_src[..., :3, :3]
-    if isinstance(dst_from_src, np.ndarray):
-        error = np.abs(rotation @ rotation.swapaxes(-1, -2) - np.eye(3)).max(initial=0.0)
-        if not error <= RIGID_TOLERANCE:
-            raise ValueError(f'dst_from_src is not rigid (R @ R.T differs from the identity by {error:.3g}); '
-                             f'use a general inverse for matrices with scale')
-        inverse = dst_from_src.copy()
-    else:
-        inverse = dst_from_src.clone()
-    rotation_inverse = rotation.swapaxes(-1, -2)
-    inverse[..., :3, :3] = rotation_inverse
-    inverse[..., :3, 3:] = -(rotation_inverse @ dst_from_src[..., :3, 3:])
-    return inverse
 
 
 def transform_points(dst_from_src: Array, points: Array) -> Array:

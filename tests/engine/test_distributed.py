@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import clean_env, free_port, in_ranks
+from ranks import clean_env, errors_in_ranks, free_port, in_ranks
 from testing import REPO
 from torch import nn
 
@@ -33,7 +33,7 @@ def test_gloo_is_left_without_its_destructor(tmp_path):
     def work(rank):
         return launch.stop(), dist.is_initialized()
 
-    assert in_ranks(work, tmp_path) == [(None, (False, True))] * 2
+    assert in_ranks(work, tmp_path) == [(False, True)] * 2
 
 
 # ---- the wrapper -------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_gradients_and_logged_values_are_those_of_the_whole_batch(tmp_path):
                 wrapped({'x': own, 'metas': [{}, {}]})
         return first, local, out['log_values'], out['log_names'], float(out['loss'].detach())
 
-    results = [value for error, value in in_ranks(work, tmp_path)]
+    results = in_ranks(work, tmp_path)
     model, data = model_and_data()
     wrapped = StepModel(model, CPU)
     whole = wrapped.train_step({'x': data, 'metas': [{}] * 4})
@@ -96,7 +96,7 @@ def test_ranks_that_log_different_names_are_told_apart(tmp_path):
         model.names = ('loss/a', f'loss/b{rank}')
         StepModel(model, CPU).train_step({'x': data, 'metas': [{}] * 4})
 
-    for error, _ in in_ranks(work, tmp_path):
+    for error in errors_in_ranks(work, tmp_path):
         assert "rank 1 logs other losses than rank 0: missing ['loss/b0'], additional ['loss/b1']" in error
 
 
@@ -112,7 +112,7 @@ def test_evaluation_is_exact_over_ranks(tmp_path, size):
         loader = build_dataloader(data, 2, 0, shuffle=False, num_replicas=world, rank=rank)
         return evaluate(model, loader, data.evaluators('.'), CPU, expected=size, progress=False)
 
-    results = [value for _, value in in_ranks(lambda rank: score(rank, 2), tmp_path)]
+    results = in_ranks(lambda rank: score(rank, 2), tmp_path)
     single = score(0, 1)
     assert single['toy/count'] == size
     for found in results:
@@ -144,7 +144,7 @@ def test_batch_norm_statistics_become_the_mean_over_ranks(tmp_path):
         BatchNormSyncHook(ema).after_train_epoch(runner)
         return model[1].running_mean, model[1].running_var, ema.average['1.running_mean'], model.grid
 
-    for rank, (_, (mean, var, averaged, grid)) in enumerate(in_ranks(work, tmp_path)):
+    for rank, (mean, var, averaged, grid) in enumerate(in_ranks(work, tmp_path)):
         assert mean.tolist() == [1.5, 1.5] and var.tolist() == [5.0, 5.0] and averaged.tolist() == [5.5, 5.5]
         assert float(grid) == pytest.approx(0.1 + rank)
 

@@ -266,9 +266,7 @@ def test_unlike_samples_run_the_same_collectives(tmp_path, fault_record):
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         results = in_ranks(work, tmp_path)
-    for error, _ in results:
-        assert error is None, error
-    (calls0, weights0, names0), (calls1, weights1, names1) = (value for _, value in results)
+    (calls0, weights0, names0), (calls1, weights1, names1) = results
     assert calls0 == calls1 and len(calls0) >= len(LACKING) and names0 == names1
     assert torch.isfinite(weights0).all() and torch.equal(weights0, weights1)
     for lacking in LACKING:

@@ -13,24 +13,6 @@ def random_rigid(seed):
     return T.homogeneous(rotation, rng.normal(size=3) * 100)
 
 
-def test_rigid_inverse_numpy_and_torch():
-    batch = np.stack([random_rigid(k) for k in range(6)]).reshape(2, 3, 4, 4)
-    before = batch.copy()
-    inverse = T.rigid_inverse(batch)
-    np.testing.assert_allclose(inverse @ batch, np.broadcast_to(np.eye(4), batch.shape), atol=1e-11)
-    np.testing.assert_array_equal(batch, before)
-    np.testing.assert_allclose(T.rigid_inverse(torch.from_numpy(batch)).numpy(), inverse)
-
-
-def test_rigid_inverse_refuses_scale_nan_and_shape():
-    with pytest.raises(ValueError, match='not rigid'):
-        T.rigid_inverse(np.diag([1.1, 1.1, 1.1, 1.0]))
-    with pytest.raises(ValueError, match='not rigid'):
-        T.rigid_inverse(np.full((4, 4), np.nan))
-    with pytest.raises(ValueError, match=r'\(3, 3\)'):
-        T.rigid_inverse(np.eye(3))
-
-
 def test_homogeneous_checks_shapes():
     with pytest.raises(ValueError, match='3x3'):
         T.homogeneous(np.eye(4))

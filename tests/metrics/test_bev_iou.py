@@ -1,19 +1,15 @@
 """Streaming map score against the reference's numbers and slow counting."""
 import math
 import resource
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from ranks import in_ranks
+from testing import Golden
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from metric_ranks import run_ranks  # noqa: E402
-from testing import Golden  # noqa: E402
-
-from mmdet3d_ext.geometry.grid import Axis, BevGrid  # noqa: E402
-from mmdet3d_ext.metrics.bev_iou import THRESHOLDS, BevMapIoU, overlap_weights, reference_grid  # noqa: E402
+from mmdet3d_ext.geometry.grid import Axis, BevGrid
+from mmdet3d_ext.metrics.bev_iou import THRESHOLDS, BevMapIoU, overlap_weights, reference_grid
 
 CLASSES = ('drivable_area', 'ped_crossing', 'walkway', 'stop_line', 'carpark_area', 'divider')
 
@@ -252,16 +248,16 @@ def test_table_names_both_grids():
 
 # -------------------------------------------------------------------------------------------------------------- ranks
 
-def _padded(rank, world):
+def _padded(rank):
     """7 samples as a filling sampler hands them out to 3 ranks: the last two repeat the first two."""
     samples = list(random_samples(7, cells=16).values())
     metric = BevMapIoU(['a', 'b'])
-    for index in [*range(7), 0, 1][rank::world]:
+    for index in [*range(7), 0, 1][rank::3]:
         metric.update(f't{index}', *samples[index])
     return {**metric.compute(), 'samples': metric.samples()}
 
 
-def _early_repeat(rank, world):
+def _early_repeat(rank):
     """A sample that two ranks evaluated long before the end: nobody can take it back any more."""
     probabilities, labels = random_samples(1, cells=4)['t0']
     metric = BevMapIoU(['a', 'b'])
@@ -273,11 +269,11 @@ def _early_repeat(rank, world):
         return str(error)
 
 
-def test_exact_over_ranks_with_a_filled_up_last_batch():
+def test_exact_over_ranks_with_a_filled_up_last_batch(tmp_path):
     expected = fill(BevMapIoU(['a', 'b']), random_samples(7, cells=16))
-    for scores in run_ranks(_padded, 3):
+    for scores in in_ranks(_padded, tmp_path, 3):
         assert {key: value for key, value in scores.items() if key != 'samples'} == expected and scores['samples'] == 7
 
 
-def test_repeat_that_cannot_be_taken_back_is_an_error():
-    assert all('evaluated the same sample' in outcome for outcome in run_ranks(_early_repeat, 2))
+def test_repeat_that_cannot_be_taken_back_is_an_error(tmp_path):
+    assert all('evaluated the same sample' in outcome for outcome in in_ranks(_early_repeat, tmp_path))

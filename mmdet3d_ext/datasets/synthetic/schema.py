@@ -67,9 +67,6 @@ ATTRIBUTES: Dict[str, str] = {
 VISIBILITY: Dict[str, Tuple[str, float]] = {
     '1': ('v0-40', 0.0), '2': ('v40-60', 0.4), '3': ('v60-80', 0.6), '4': ('v80-100', 0.8)}
 
-DETECTION_CLASSES = ('car', 'truck', 'bus', 'trailer', 'construction_vehicle', 'pedestrian', 'motorcycle', 'bicycle',
-                     'traffic_cone', 'barrier')
-
 
 @dataclass(frozen=True)
 class Mount:

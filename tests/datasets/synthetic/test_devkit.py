@@ -17,6 +17,7 @@ from nuscenes.utils.geometry_utils import points_in_box
 from PIL import Image
 from shapely.geometry import Point
 
+from mmdet3d_ext.datasets.nuscenes_schema import OBJECT_CLASSES
 from mmdet3d_ext.datasets.synthetic import schema
 
 matplotlib.use('Agg')
@@ -132,7 +133,7 @@ def test_all_classes_in_range_in_each_split(nusc):
                 distance = np.hypot(*(np.array(row['translation']) - ego['translation'])[:2])
                 if row['num_lidar_pts'] > 0 and distance < ranges[name]:
                     found.add(name)
-        assert found == set(schema.DETECTION_CLASSES)
+        assert found == set(OBJECT_CLASSES)
 
 
 def test_velocities_and_attributes(nusc):

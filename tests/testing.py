@@ -62,6 +62,13 @@ def weights_rule():
     return module
 
 
+def ruled(model):
+    """The model, in evaluation, with the weights that the fixtures were made with."""
+    model.load_state_dict(weights_rule().ruled_state_dict(model.state_dict()))
+    model.eval()  # of mmdet's backbones it returns nothing
+    return model
+
+
 def load_as_reference(head, state) -> None:
     """Give a detection head the reference's weights by the way that a user's file takes (:func:`load_weights`)."""
     from mmdet3d_ext.engine.checkpoint import load_weights

@@ -1,7 +1,7 @@
 """BEV backbones against the golden fixtures."""
 import pytest
 import torch
-from testing import Golden, randn, weights_rule
+from testing import Golden, randn, ruled
 
 import mmdet3d_ext  # noqa: F401
 from mmdet3d_ext.registry import MODELS
@@ -15,12 +15,6 @@ RESNET = {'type': 'GeneralizedResNet', 'in_channels': 80, 'blocks': [[2, 160, 2]
 LSSFPN = {'type': 'LSSFPN', 'in_indices': [-1, 0], 'in_channels': [640, 160], 'out_channels': 256, 'scale_factor': 2}
 
 
-def ruled(cfg):
-    model = MODELS.build(cfg).eval()
-    model.load_state_dict(weights_rule().ruled_state_dict(model.state_dict()))
-    return model
-
-
 @pytest.fixture(scope='module')
 def golden():
     return Golden('necks_fuser_decoder.npz')
@@ -28,18 +22,18 @@ def golden():
 
 @torch.no_grad()
 def test_second_with_its_neck_equals_the_fixture(golden):
-    outputs = ruled(SECOND)(randn(221, (2, 256, 24, 20)))
+    outputs = ruled(MODELS.build(SECOND))(randn(221, (2, 256, 24, 20)))
     for i, out in enumerate(outputs):
         golden.check(f'second_out{i}', out)
-    golden.check('second_secondfpn_out0', ruled(SECONDFPN)(outputs)[0])
+    golden.check('second_secondfpn_out0', ruled(MODELS.build(SECONDFPN))(outputs)[0])
 
 
 @torch.no_grad()
 def test_generalized_resnet_with_its_neck_equals_the_fixture(golden):
-    outputs = ruled(RESNET)(randn(231, (2, 80, 48, 40)))
+    outputs = ruled(MODELS.build(RESNET))(randn(231, (2, 80, 48, 40)))
     for i, out in enumerate(outputs):
         golden.check(f'genresnet_out{i}', out)
-    golden.check('genresnet_lssfpn_out0', ruled(LSSFPN)(outputs))
+    golden.check('genresnet_lssfpn_out0', ruled(MODELS.build(LSSFPN))(outputs))
 
 
 def test_a_malformed_stage_is_named():

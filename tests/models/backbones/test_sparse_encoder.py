@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from testing import REPO, Golden, weights_rule
+from testing import REPO, Golden, ruled
 
 import mmdet3d_ext  # noqa: F401
 from mmdet3d_ext.models.backbones.sparse_layers import kernel_to_memory
@@ -26,12 +26,6 @@ def golden():
     return Golden('voxelize_sparse_encoder.npz')
 
 
-def ruled(cfg):
-    model = MODELS.build(cfg).eval()
-    model.load_state_dict(weights_rule().ruled_state_dict(model.state_dict()))
-    return model
-
-
 def check_occupied(golden, key, out):
     occupied = np.unpackbits(golden[key])[:out[:, 0].numel()].astype(bool).reshape(out[:, 0].shape)
     assert np.array_equal((out != 0).any(1).numpy(), occupied)
@@ -40,7 +34,7 @@ def check_occupied(golden, key, out):
 @torch.no_grad()
 @pytest.mark.parametrize('name, cfg', [('basicblock', BASICBLOCK), ('conv_module', CONV_MODULE)])
 def test_encoder_equals_the_fixture(golden, name, cfg):
-    encoder = ruled(cfg)
+    encoder = ruled(MODELS.build(cfg))
     out = encoder(torch.from_numpy(golden['enc_features_scaled']), torch.from_numpy(golden['enc_coords']), 2)
     golden.check(f'{name}_out', out)
     check_occupied(golden, f'{name}_occupied', out)
@@ -49,7 +43,7 @@ def test_encoder_equals_the_fixture(golden, name, cfg):
 
 @torch.no_grad()
 def test_encoder_equals_the_fixture_on_given_voxels(golden):
-    out = ruled(BASICBLOCK)(torch.from_numpy(golden['given_features']), torch.from_numpy(golden['given_coords']), 2)
+    out = ruled(MODELS.build(BASICBLOCK))(torch.from_numpy(golden['given_features']), torch.from_numpy(golden['given_coords']), 2)
     golden.check('given_out', out)
     check_occupied(golden, 'given_occupied', out)
 
@@ -105,7 +99,7 @@ def test_few_voxels_run_forward_and_backward_with_a_gradient_everywhere(mode, co
 
 @torch.no_grad()
 def test_the_helper_sample_does_not_change_the_real_ones():
-    encoder = ruled(SMALL)
+    encoder = ruled(MODELS.build(SMALL))
     few, coords = voxels(20)
     more, other = voxels(100, seed=1)
     other[:, 0] = 1
@@ -116,7 +110,7 @@ def test_the_helper_sample_does_not_change_the_real_ones():
 
 @torch.no_grad()
 def test_one_voxel_moves_along_the_axis_it_is_moved_on():
-    encoder = ruled(SMALL)
+    encoder = ruled(MODELS.build(SMALL))
     for axis, index in ((1, 2), (2, 3)):
         coords = torch.tensor([[0, 3, 3, 10]], dtype=torch.int32)
         coords[0, axis] = 20
@@ -162,7 +156,7 @@ def test_spconv_is_imported_only_by_the_encoder_and_its_absence_is_explained():
 
 @pytest.mark.gpu
 def test_gpu_equals_cpu():
-    encoder = ruled(SMALL)
+    encoder = ruled(MODELS.build(SMALL))
     features, coords = voxels(500, batch=2)
     with torch.no_grad():
         expected = encoder(features, coords, 2)

@@ -3,7 +3,7 @@ import warnings
 
 import pytest
 import torch
-from testing import Golden, randn, weights_rule
+from testing import Golden, randn, ruled
 
 import mmdet3d_ext  # noqa: F401
 from mmdet3d_ext.registry import MODELS
@@ -17,10 +17,7 @@ SWIN_T = {'type': 'SwinTransformer', 'embed_dims': 96, 'depths': [2, 2, 6, 2], '
 @pytest.mark.parametrize('prefix, seed, shape', [('', 901, (2, 3, 128, 176)), ('odd_', 902, (1, 3, 100, 90))])
 def test_swin_equals_the_fixture(prefix, seed, shape):
     golden = Golden('swin_backbone.npz')
-    model = MODELS.build(SWIN_T)
-    model.eval()  # mmdet's backbones return nothing here
-    model.load_state_dict(weights_rule().ruled_state_dict(model.state_dict()))
-    outputs = model(randn(seed, shape))
+    outputs = ruled(MODELS.build(SWIN_T))(randn(seed, shape))
     assert len(outputs) == 3
     for i, out in enumerate(outputs):
         golden.check(f'{prefix}out{i}', out)

@@ -1,7 +1,7 @@
 """Fusers against the golden fixture, their names, and mismatched maps."""
 import pytest
 import torch
-from testing import Golden, randn, weights_rule
+from testing import Golden, randn, ruled
 
 import mmdet3d_ext  # noqa: F401
 from mmdet3d_ext.registry import MODELS
@@ -9,11 +9,10 @@ from mmdet3d_ext.registry import MODELS
 
 @torch.no_grad()
 def test_conv_fuser_equals_the_fixture():
-    fuser = MODELS.build({'type': 'ConvFuser', 'in_channels': [80, 256], 'out_channels': 256}).eval()
+    fuser = MODELS.build({'type': 'ConvFuser', 'in_channels': [80, 256], 'out_channels': 256})
     assert set(fuser.state_dict()) == {'0.weight', *(f'1.{n}' for n in ('weight', 'bias', 'running_mean', 'running_var',
                                                                         'num_batches_tracked'))}
-    fuser.load_state_dict(weights_rule().ruled_state_dict(fuser.state_dict()))
-    out = fuser([randn(211, (2, 80, 20, 16)), randn(212, (2, 256, 20, 16))])
+    out = ruled(fuser)([randn(211, (2, 80, 20, 16)), randn(212, (2, 256, 20, 16))])
     Golden('necks_fuser_decoder.npz').check('convfuser_out0', out)
 
 

@@ -1,7 +1,7 @@
 """Necks against the golden fixtures and at the edges."""
 import pytest
 import torch
-from testing import Golden, randn, weights_rule
+from testing import Golden, randn, ruled
 
 import mmdet3d_ext  # noqa: F401
 from mmdet3d_ext.registry import MODELS
@@ -15,12 +15,6 @@ SECONDFPN = {'type': 'SECONDFPN', 'in_channels': [128, 256], 'out_channels': [25
 LSSFPN = {'type': 'LSSFPN', 'in_indices': [-1, 0], 'in_channels': [640, 160], 'out_channels': 256, 'scale_factor': 2}
 
 
-def ruled(cfg):
-    model = MODELS.build(cfg).eval()
-    model.load_state_dict(weights_rule().ruled_state_dict(model.state_dict()))
-    return model
-
-
 @pytest.fixture(scope='module')
 def golden():
     return Golden('necks_fuser_decoder.npz')
@@ -32,7 +26,7 @@ def golden():
     ('lssfpn3_odd', (204, 205, 206), [(1, 192, 17, 45), (1, 384, 9, 23), (1, 768, 5, 12)]),
 ])
 def test_generalized_lss_fpn_equals_the_fixture(golden, key, seeds, shapes):
-    outputs = ruled(LSSFPN3)([randn(s, shape) for s, shape in zip(seeds, shapes, strict=True)])
+    outputs = ruled(MODELS.build(LSSFPN3))([randn(s, shape) for s, shape in zip(seeds, shapes, strict=True)])
     assert len(outputs) == 2
     for i, out in enumerate(outputs):
         golden.check(f'{key}_out{i}', out)
@@ -40,13 +34,13 @@ def test_generalized_lss_fpn_equals_the_fixture(golden, key, seeds, shapes):
 
 @torch.no_grad()
 def test_secondfpn_of_mmdet3d_equals_the_fixture(golden):
-    golden.check('secondfpn_given_out0', ruled(SECONDFPN)([randn(222, (2, 128, 24, 20)), randn(223, (2, 256, 12, 10))])[0])
+    golden.check('secondfpn_given_out0', ruled(MODELS.build(SECONDFPN))([randn(222, (2, 128, 24, 20)), randn(223, (2, 256, 12, 10))])[0])
 
 
 @torch.no_grad()
 def test_lss_fpn_equals_the_fixture(golden):
     levels = [randn(232, (2, 160, 24, 20)), randn(233, (2, 320, 12, 10)), randn(234, (2, 640, 12, 10))]
-    golden.check('lssfpn_given_out0', ruled(LSSFPN)(levels))
+    golden.check('lssfpn_given_out0', ruled(MODELS.build(LSSFPN))(levels))
 
 
 def test_every_parameter_of_a_pyramid_of_three_levels_gets_a_gradient():

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 import torch
-from testing import Golden, randn, weights_rule
+from testing import Golden, randn, ruled
 
 import mmdet3d_ext  # noqa: F401
 from mmdet3d_ext.models.builder import build_model
@@ -20,10 +20,8 @@ def golden():
     return Golden('view_transform.npz')
 
 
-def ruled(cfg, compat='reference'):
-    model = build_model(cfg, compat=compat).eval()
-    model.load_state_dict(weights_rule().ruled_state_dict(model.state_dict()))
-    return model
+def build(cfg, compat='reference'):
+    return ruled(build_model(cfg, compat=compat))
 
 
 def rig(golden):
@@ -49,7 +47,7 @@ def run(model, features, batch):
 @torch.no_grad()
 @pytest.mark.parametrize('name, cfg', [('lss', LSS), ('lss_zbins', ZBINS)])
 def test_lss_equals_the_fixture(golden, name, cfg):
-    model = ruled(cfg)
+    model = build(cfg)
     out, geometry, pooled = run(model, 6 * randn(301, (2, 6, 64, 8, 22)), rig(golden))
     golden.check(f'{name}_geometry', geometry)
     golden.check(f'{name}_pooled', pooled)
@@ -64,7 +62,7 @@ def test_lss_equals_the_fixture(golden, name, cfg):
 def test_depth_lss_equals_the_fixture_and_leaves_the_points_alone(golden):
     points = [torch.from_numpy(golden[f'depth_points{i}']) for i in range(2)]
     before = [p.clone() for p in points]
-    model, batch = ruled(DEPTH), rig(golden)
+    model, batch = build(DEPTH), rig(golden)
     batch['points'] = points
     depth_map = model.depth_map(batch)
     golden.check('depth_map', depth_map)
@@ -81,7 +79,7 @@ def test_depth_lss_equals_the_fixture_and_leaves_the_points_alone(golden):
 
 @torch.no_grad()
 def test_the_number_of_points_kept_only_by_truncation(golden):
-    model = ruled(LSS)
+    model = build(LSS)
     batch = rig(golden)
     geometry = model.geometry(*(batch[k] for k in ('camera_intrinsics', 'camera2lidar', 'img_aug_matrix', 'lidar_aug_matrix')))
     ones = torch.ones(*geometry.shape[:-1], 1)
@@ -96,7 +94,7 @@ def test_the_number_of_points_kept_only_by_truncation(golden):
 @torch.no_grad()
 def test_pooling_a_given_volume_equals_pooling_depth_times_context(golden):
     for compat in ('reference', None):
-        model, batch = ruled(ZBINS, compat), rig(golden)
+        model, batch = build(ZBINS, compat), rig(golden)
         features = 6 * randn(301, (2, 6, 64, 8, 22))
         geometry = model.geometry(*(batch[k] for k in ('camera_intrinsics', 'camera2lidar', 'img_aug_matrix',
                                                        'lidar_aug_matrix')))

@@ -1,4 +1,4 @@
-"""``tools/train.py`` with the small model of the fault tests, for ``soak_launched.py``; a file sets its pace."""
+"""``tools/train.py`` with the small model of the fault tests, for ``soak.py``; a file sets its pace."""
 import importlib.util
 import os
 import sys

@@ -263,8 +263,8 @@ def test_stop_during_the_pause_before_a_restart(runs):
 
 @pytest.mark.slow
 def test_a_short_soak_of_the_real_trainer(tmp_path, fault_record):
-    """Random strikes at two ranks for some seconds; tests/faults/soak_launched.py does it for as long as one likes."""
-    done = subprocess.run([sys.executable, str(REPO / 'tests' / 'faults' / 'soak_launched.py'), '--minutes', '0.3', '--seed', '1', '--out',
+    """Random strikes at two ranks for some seconds; tests/faults/soak.py does it for as long as one likes."""
+    done = subprocess.run([sys.executable, str(REPO / 'tests' / 'faults' / 'soak.py'), '--minutes', '0.3', '--seed', '1', '--out',
                            str(tmp_path / 'soak')], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / 'soak' / 'report.json').read_text())

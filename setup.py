@@ -104,7 +104,7 @@ def extension():
         flags['nvcc'] = ['-O3', '-std=c++17', '-DMMDET3D_EXT_CUDA', '-lineinfo', '--expt-relaxed-constexpr',
                          '-DCUB_WRAPPED_NAMESPACE=mmdet3d_ext_cub']
     make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
-    headers = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob('csrc/**/*.h')) + [str(header)]
+    headers = sorted(str(path.relative_to(ROOT)) for end in ('h', 'cuh') for path in ROOT.glob(f'csrc/**/*.{end}')) + [str(header)]
     return make(
         'mmdet3d_ext._C',
         sources,

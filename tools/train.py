@@ -35,6 +35,10 @@ def parser() -> argparse.ArgumentParser:
                         help='folder of this run (default runs/run-<code>-<configuration>)')
     result.add_argument('--load_from', '--load-from', metavar='C[,C2]',
                         help='start from the weights of this checkpoint; of several, the first that has a tensor gives it')
+    result.add_argument('--load-weights', choices=('auto', 'raw', 'ema'), default='auto',
+                        help='which weights of --load_from; auto: those that were evaluated during training')
+    result.add_argument('--load-optimizer', action='store_true',
+                        help='also take the optimizer\'s moments of the loaded tensors from the (first) --load_from; the schedule begins anew')
     result.add_argument('--resume_from', '--resume-from', metavar='C|auto',
                         help='continue a run: weights, optimizer, epoch; auto: the newest whole checkpoint in the run folder')
     result.add_argument('--auto-resume', action='store_true', help='the same as --resume_from auto')

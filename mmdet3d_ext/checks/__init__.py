@@ -12,11 +12,12 @@ from .bev import check_bev
 from .context import Context
 from .grids import check_chain
 from .heads import check_heads
+from .metrics import check_metrics, metric_names
 from .pipelines import check_pipelines
 from .report import Finding, Report, Row
 from .schedule import check_schedule
 
-__all__ = ['Finding', 'Report', 'Row', 'check_config']
+__all__ = ['Finding', 'Report', 'Row', 'check_config', 'metric_names']
 
 
 def check_config(cfg: Mapping[str, Any], gpus: Optional[int] = None) -> Report:
@@ -36,5 +37,6 @@ def check_config(cfg: Mapping[str, Any], gpus: Optional[int] = None) -> Report:
         context.attempt('model.heads', lambda: check_heads(context, chain))
     context.attempt('data', lambda: check_pipelines(context))
     context.attempt('optimizer', lambda: check_schedule(context))
+    context.attempt('evaluation.save_best', lambda: check_metrics(context))
     context.attempt('model', lambda: check_arguments(context))
     return context.report

@@ -176,6 +176,7 @@ class CustomEpochBasedRunner(EpochBasedRunner):
         content = {'meta': meta, 'state_dict': model.state_dict()}
         if save_optimizer and self.optimizer is not None:
             content['optimizer'] = self.optimizer.state_dict()
+            content['optimizer_info'] = files.optimizer_info(self.optimizer, model)
         for key, hook in self.stateful.items():
             content[key] = hook.state_dict()
         return {key: files.plain(value) for key, value in content.items()}

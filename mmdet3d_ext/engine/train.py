@@ -18,7 +18,7 @@ from ..metrics import on_rank_zero
 from . import run_dir as run_dirs
 from .amp import AmpPlan, plan_amp
 from .building import building, check_number, check_type, check_whole, running, where
-from .checkpoint import clean_leftovers, load_files, newest_checkpoint, path_list, read_checkpoint
+from .checkpoint import clean_leftovers, keep_optimizer, load_files, newest_checkpoint, path_list, read_checkpoint
 from .config_check import refuse_inconsistent
 from .evaluate import build_evaluators, evaluate, table
 from .hooks import (
@@ -60,6 +60,8 @@ class Options:
     allow_unsafe_checkpoint: bool = False
     allow_partial_checkpoint: bool = False
     checkpoint_origin: str = 'auto'
+    load_weights: str = 'auto'
+    load_optimizer: bool = False
 
 
 @dataclass
@@ -134,15 +136,20 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     check_norm_layers(cfg, model.train(), samples, logger)
     logger.info('Model:\n%s\n%s', model, count_parameters(model))
     load_from = path_list(options.load_from or cfg.get('load_from'))
+    loaded = []
     if load_from and not resume:
-        load_files(model, load_from, logger, options.allow_unsafe_checkpoint, allow_partial=options.allow_partial_checkpoint,
-                   origin=options.checkpoint_origin)
+        loaded = load_files(model, load_from, logger, options.allow_unsafe_checkpoint, allow_partial=options.allow_partial_checkpoint,
+                            origin=options.checkpoint_origin, prefer=options.load_weights)
+    elif options.load_optimizer and not resume:
+        raise UserError('--load-optimizer: there is no checkpoint to take it from; give one with --load_from')
     model.to(device)
 
     amp = plan_amp(cfg, device, logger)
     wrapped = StepModel(model, device, amp.dtype, bool(cfg.get('find_unused_parameters')))
     accumulate = int((cfg.get('optimizer_config') or {}).get('cumulative_iters') or 1)
     optimizer = make_optimizer(cfg, model, logger, launch.world_size * cfg['data']['samples_per_gpu'] * accumulate)
+    if loaded and options.load_optimizer:
+        keep_optimizer(optimizer, model, load_from[0], loaded[0].matched, logger, options.allow_unsafe_checkpoint)
     runner = make_runner(cfg, wrapped, optimizer, folder, stamp, logger, meta, epochs)
     register_hooks(runner, cfg, amp, seed, loader, val_loader, device)
     if resume:

@@ -32,6 +32,8 @@ def at(kind, argument, value, which='test_pipeline'):
 BROKEN = {
     'seed: output coarser than the labels': (STAGE1, [f'--{GRID}.output_scope', '[[-50, 50, 0.25], [-50, 50, 0.25]]'],
                                              f'{GRID}.output_scope', ['400x400 cells', '600x600 cells', 'LoadBEVSegmentation']),
+    'a best checkpoint by a metric that is not computed': (STAGE1, ['--evaluation.save_best', 'map/stop_lines/iou@max'],
+                                                           'evaluation.save_best', ['map/stop_line/iou@max']),
     'seed: output finer than the labels': (PHASE3, [f'--{GRID}.output_scope', '[[-50, 50, 0.125], [-50, 50, 0.125]]'],
                                            f'{GRID}.output_scope', ['800x800 cells', '400x400 cells']),
     'seed: epochs of the copied file': (STAGE1, ['--runner.max_epochs', '20'],

@@ -121,6 +121,25 @@ def test_resuming_equals_never_having_stopped(tmp_path, workers):
     assert not equal(ours['state_dict'], weights(straight / 'run' / 'epoch_3.pth'))
 
 
+def test_a_next_stage_takes_the_weights_and_the_moments_that_are_asked_for(tmp_path):
+    before, after = tmp_path / 'a', tmp_path / 'b'
+    before.mkdir(), after.mkdir()
+    run(before, '--max_epochs', 2, ema={'decay': 0.9, 'evaluate': 'raw'})
+    path = str(before / 'run' / 'epoch_2.pth')
+    source = read_checkpoint(path)
+    assert source['optimizer_info'] == {'type': 'AdamW', 'names': list(source['state_dict'])}
+    none = ['--optimizer.lr', '0.0', '--optimizer.weight_decay', '0.0', '--max_epochs', '1']  # what was loaded is what is saved
+    for which, key in (('ema', 'ema_state_dict'), ('raw', 'state_dict'), ('auto', 'state_dict')):
+        run(after, *none, options={'load_from': path, 'load_weights': which, 'load_optimizer': which == 'ema'})
+        found = read_checkpoint(str(after / 'run' / 'epoch_1.pth'))
+        assert equal(found['state_dict'], source[key]), which
+        steps = {int(one['step']) for one in found['optimizer']['state'].values()}
+        assert steps == ({8 + 4} if which == 'ema' else {4})
+    assert not equal(source['state_dict'], source['ema_state_dict'])
+    with pytest.raises(UserError, match='no checkpoint to take it from'):
+        run(after, options={'load_optimizer': True})
+
+
 def test_another_batch_size_keeps_the_epoch(tmp_path):
     run(tmp_path, '--max_epochs', 1)
     run(tmp_path, '--max_epochs', 2, '--data.samples_per_gpu', 4, options={'resume_from': 'auto'})

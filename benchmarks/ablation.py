@@ -5,7 +5,7 @@
     python benchmarks/ablation.py --slice 540 --only stay400 stage1 # the headline rows first
     python benchmarks/ablation.py --plan                            # what would be trained
     python benchmarks/ablation.py --report                          # only write the page anew
-    python benchmarks/ablation.py --form tiny --rows /tmp/a.json --out /tmp/a.md --work /tmp/a --data /tmp/a/data   # CPU, minutes
+    python benchmarks/ablation.py --form tiny --rows runs/a.json --out runs/a.md --work runs/a --data runs/a/data   # CPU, minutes
 
 Every row is two trainings of the same number of iterations: a base (Phase 3's configuration) and, from its weights, a second one:
 Phase 3's again ("stay"), or Stage 1's, or Stage 1's without one part. Rows are kept in --rows after each and not trained again. When

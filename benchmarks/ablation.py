@@ -10,7 +10,8 @@
 Every row is two trainings of the same number of iterations: a base (Phase 3's configuration) and, from its weights, a second one:
 Phase 3's again ("stay"), or Stage 1's, or Stage 1's without one part. Rows are kept in --rows after each and not trained again. When
 --slice seconds are over, the training at work writes a checkpoint and ends; the next call goes on there if --work is still there,
-and trains that one anew if not. Heads, losses and grids are those of the configurations; FORMS below says what is reduced.
+and trains that one anew if not. On a machine whose files are lost between calls bring --rows back after each and have it in place before the
+next. Heads, losses and grids are those of the configurations; FORMS below says what is reduced.
 """
 from __future__ import annotations
 
@@ -59,13 +60,14 @@ FORMS = {
          '--model.encoders.camera.backbone', '{type: ResNet, depth: 18, num_stages: 4, out_indices: [1, 2, 3], frozen_stages: -1, '
          'norm_cfg: {type: BN, requires_grad: true}, norm_eval: false, style: pytorch}',
          '--model.encoders.camera.neck.in_channels', '[128, 256, 512]', '--optimizer.paramwise_cfg', 'null', '--sweeps_num', '1',
-         '--data.samples_per_gpu', '2', '--auto_scale_lr.base_batch_size', '2', '--optimizer.lr', '2.0e-4',
+         '--data.samples_per_gpu', '2', '--auto_scale_lr.base_batch_size', '2', '--optimizer.lr', '1.0e-3',
          '--lr_config.warmup_iters', '50', '--log_config.interval', '25'),
         (), '[256, 256, 128, 128]',
         ('--preset', 'demo', '--version', 'v1.0-trainval', '--scenes-train', '30', '--scenes-val', '6'), 'v1.0-trainval',
         'ResNet-18 without pretraining in the place of Swin-T, images of 128 x 352 of a synthetic set of 600 + 120 key frames (480 x 270 '
-        'images, 540 lidar columns), one sweep, one learning rate (2e-4, cosine) and 2 samples per step in every training, one GPU. '
-        'LiDAR encoder, view transform, decoder, both heads, losses and all grids are those of the configurations.'),
+        'images, 540 lidar columns), one sweep, one learning rate (1e-3, cosine, unless --lr says otherwise) and 2 samples per step in '
+        'every training, one GPU. LiDAR encoder, view transform, decoder, both heads, losses and all grids are those of the '
+        'configurations.'),
     'tiny': Form(
         'configs/synthetic/multitask_tiny.yaml', 'configs/synthetic/multitask_tiny.yaml',
         ('--lr_config.warmup_iters', '2', '--auto_scale_lr.base_batch_size', '2', '--data.samples_per_gpu', '2',
@@ -98,14 +100,14 @@ class Row:
         return f'{self.name}/{self.seed}'
 
 
-def plan(form: Form, seeds: int, ablation_seeds: int, epochs: int) -> List[Row]:
+def plan(form: Form, seeds: int, ablation_seeds: int, epochs: int, rate: Optional[str] = None) -> List[Row]:
     """All rows, the headline's first; rows of one base beside each other where that does not break this order."""
     rows: List[Row] = []
     for name in [*HEADLINE, *(f'no_{switch}' for switch in SWITCHES)]:
         both, own = SWITCHES[name[3:]][1:] if name.startswith('no_') else ((), ())
         for seed in range(seeds if name in HEADLINE else ablation_seeds):
             common = (*form.common, '--max_epochs', str(epochs), '--evaluation.interval', str(epochs), '--seed', str(seed),
-                      '--data.train', '${train_dataset}')
+                      '--data.train', '${train_dataset}', *(('--optimizer.lr', rate) if rate else ()))
             second = {'stay400': (form.phase3,), 'stay400_head': (form.phase3, *FULL_HEAD, f'{HEAD}.decoder_channels', form.decoder)}.get(
                 name, (form.stage1, *form.fine, f'{HEAD}.decoder_channels', form.decoder))
             rows.append(Row(name, seed, (form.phase3, *common, *both), (second[0], *common, *second[1:], *both, *own)))
@@ -294,6 +296,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--seeds', type=int, default=3, help='of the headline rows (default 3)')
     parser.add_argument('--ablation-seeds', type=int, default=1, help='of the rows without one part (default 1)')
     parser.add_argument('--epochs', type=int, default=1, help='of each of the two trainings (default 1)')
+    parser.add_argument('--lr', metavar='R', help='learning rate of all trainings, for example 5e-4 (default: the form\'s)')
     parser.add_argument('--only', nargs='+', metavar='ROW', help='names of rows, for example stage1 no_dice')
     parser.add_argument('--rows', type=Path, default=REPO / 'docs/benchmarks/ablation.json', help='where rows are kept')
     parser.add_argument('--out', type=Path, default=REPO / 'docs/benchmarks/ablation.md', help='the page')
@@ -305,7 +308,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--last-start', type=float, default=LAST_START, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     form = FORMS[arguments.form]
-    wanted = plan(form, arguments.seeds, arguments.ablation_seeds, arguments.epochs)
+    wanted = plan(form, arguments.seeds, arguments.ablation_seeds, arguments.epochs, arguments.lr)
     known = {row.name for row in wanted}
     if arguments.only and not set(arguments.only) <= known:
         parser.error(f'--only: there are the rows {", ".join(sorted(known))}')
@@ -314,7 +317,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     left = [row for row in chosen if rows.get(row.key, {}).get('fingerprint') != fingerprint(row)]
     command = ' '.join(['python benchmarks/ablation.py', *(f'--{name} {value}' for name, value, usual in (
         ('form', arguments.form, 'h200'), ('seeds', arguments.seeds, 3), ('ablation-seeds', arguments.ablation_seeds, 1),
-        ('epochs', arguments.epochs, 1)) if value != usual)])
+        ('epochs', arguments.epochs, 1), ('lr', arguments.lr, None)) if value != usual)])
     if arguments.plan:
         for row in chosen:
             print(f'{row.key:<24} {"to train" if row in left else "there"}')

@@ -39,10 +39,10 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def facts(stage, check: bool):
+def facts(stage, arguments: argparse.Namespace):
     """What the stage's configuration says before it runs (:class:`mmdet3d_ext.launching.stages.Facts`)."""
     from mmdet3d_ext.launching.stages import Facts
-    if not check:
+    if arguments.script:  # a trainer with configurations of its own
         return Facts(hashlib.sha256(Path(stage.config).read_bytes()).hexdigest())
     from mmdet3d_ext.checks import check_config, metric_names
     from mmdet3d_ext.config import ConfigError, load_config
@@ -50,6 +50,8 @@ def facts(stage, check: bool):
         cfg = load_config(stage.config, stage.settings())
     except ConfigError as error:
         return Facts('', problems=(str(error),))
+    if arguments.skip_checks:
+        return Facts(cfg.hash)
     names = metric_names(cfg)
     report = check_config(cfg, stage.ranks)
     # A wrong metric is said once, by the plan's check, which also looks at the gates.
@@ -59,7 +61,7 @@ def facts(stage, check: bool):
 
 def main(argv: Optional[List[str]] = None) -> int:
     arguments = parser().parse_args(argv)
-    if arguments.status or arguments.skip_checks:
+    if arguments.status or arguments.script:
         _light.use_package()
     elif str(REPO) not in sys.path:
         sys.path.insert(0, str(REPO))
@@ -71,7 +73,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         if arguments.status:
             print(progressive.table(progress) if progress.records else f'{plan.run_dir}: nothing has run yet')
             return 0
-        known = {stage.name: facts(stage, not arguments.skip_checks) for stage in plan.stages}
+        known = {stage.name: facts(stage, arguments) for stage in plan.stages}
         problems = stages.check_plan(plan, known)
         if problems:
             raise LaunchToolError('\n'.join(problems) + '\nnothing was started')

@@ -160,9 +160,9 @@ class Progressive:
                 self.say(f'{stage.name}: {gone.text}')
                 return gone.code
             if failed:
-                what = 'this was the last stage' if last else f'{self.plan.stages[number + 1].name} is not started'
-                self.say('\n'.join([f'{stage.name}: {what}, because', *failed, 'After a change of this stage: the same command with '
-                                    f'--again {stage.name}. To go on as it is: lower or remove the gate in {self.plan.file}']))
+                what = '' if last else f', so {self.plan.stages[number + 1].name} is not started'
+                self.say('\n'.join([f'{stage.name}: not what was asked for{what}', *failed, 'After a change of this stage: the same '
+                                    f'command with --again {stage.name}. To go on as it is: lower or remove the gate in {self.plan.file}']))
                 return EXIT_GATE
             before = record.best
         return 0

@@ -252,9 +252,15 @@ def test_mistakes_get_one_line(tmp_path, words, text):
     assert done.returncode == 2 and text in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+def hear_ctrl_c():
+    """A shell starts what it runs in the background (nohup, CI) deaf to SIGINT, and its children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def test_follow_ends_quietly_on_ctrl_c(tmp_path):
     folder = make_run(tmp_path / 'run', schedule(upto=(1, 500)))
-    process = subprocess.Popen([*TOOL, str(folder), '--follow', '0.2'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*TOOL, str(folder), '--follow', '0.2'], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=hear_ctrl_c)
     seen = ''
     while seen.count('epoch 1/4') < 2:
         seen += process.stdout.readline()

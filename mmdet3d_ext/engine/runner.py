@@ -2,11 +2,13 @@
 any step."""
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from typing import Any, Dict, List, Optional, Protocol, Sequence, Tuple
+from typing import Any, ContextManager, Dict, List, Optional, Protocol, Sequence, Tuple
 
 import torch
+import torch.distributed as dist
 from mmcv.runner import RUNNERS, EpochBasedRunner
 from mmcv.runner.utils import get_host_info
 from torch.utils.data import DataLoader
@@ -42,6 +44,7 @@ class CustomEpochBasedRunner(EpochBasedRunner):
         self.defer_log = False
         self.evaluated_weights = 'raw'
         self.save_failed: Optional[str] = None
+        self.last_checkpoint: Optional[str] = None
         self.saver: Any = None  # the checkpoint hook, which also writes between steps
         self.signals: Optional[StopSignals] = None
         self.stopped: Optional[Stopped] = None
@@ -131,7 +134,33 @@ class CustomEpochBasedRunner(EpochBasedRunner):
         if self.saver is not None and (stop or save and done < len(self.data_loader)):
             path = self.saver.save_step(self, done)
         if stop:
-            raise Stopped((self.signals and self.signals.received) or 'a signal to another rank', path)
+            raise Stopped(self._stop_reason(), path)
+
+    def _stop_reason(self) -> str:
+        return (self.signals and self.signals.received) or 'a signal to another rank'
+
+    def stop_before_evaluation(self) -> None:
+        """Stop here if a signal came after the epoch's last step: an evaluation may take an hour. A collective.
+
+        Raises:
+            Stopped: on all ranks.
+        """
+        asked = torch.tensor(float(self.signals is not None and self.signals.received is not None))
+        if self.world_size > 1 and dist.is_initialized():
+            asked = asked.to(next(self.model.parameters()).device)
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        if not asked.item():
+            return
+        path = None
+        if self.saver is not None and self.saver.saves_epoch(self):
+            path = self.last_checkpoint if self.save_failed is None else None  # on rank 0; others write none
+        elif self.saver is not None:
+            path = self.saver.save_step(self, len(self.data_loader))
+        raise Stopped(self._stop_reason(), path)
+
+    def ends_at_once(self) -> ContextManager[None]:
+        """Within it Ctrl-C does not wait for the end of a step."""
+        return self.signals.at_once() if self.signals is not None else contextlib.nullcontext()
 
     def run(self, data_loaders: List[DataLoader], workflow: List[Tuple[str, int]], max_epochs: Optional[int] = None,
             **kwargs: Any) -> None:

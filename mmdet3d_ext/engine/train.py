@@ -158,7 +158,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     _warn_about_warm_up(cfg, logger, epochs * len(loader))
     if runner.epoch >= epochs:
         logger.warning('the checkpoint is at epoch %d and max_epochs is %d: nothing is left to train', runner.epoch, epochs)
-    with running(model, cfg), StopSignals() as runner.signals:
+    with running(model, cfg), StopSignals(launch.world_size, launch.is_master) as runner.signals:
         runner.run([loader], [('train', 1)])
     close(loader), close(val_loader)
     ends = [runner.save_failed, runner.stopped and runner.stopped.why]

@@ -117,6 +117,80 @@ def test_a_signal_writes_a_checkpoint_and_ends_with_its_code(tmp_path, fault_rec
                  'all ranks write a checkpoint after the same step and end with exit code 75; resumed: bitwise the same weights')
 
 
+def wait_for(condition, processes, folder, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        time.sleep(0.01)
+        assert all(process.is_alive() for process in processes) and time.monotonic() < end, screen(folder)
+
+
+@pytest.mark.parametrize('world', [1, 2])
+def test_ctrl_c_writes_a_checkpoint(tmp_path, alone, fault_record, world):
+    """With several ranks the launcher repeats the signal, as another one as well, within two seconds."""
+    hooks = [{'type': 'FaultySlow', 'seconds': 0.3, 'tell': str(tmp_path / 'running')}]
+    config = settings(tmp_path, *EPOCHS, '--checkpoint_config.every_iters', 'null', '--data.workers_per_gpu', 1, custom_hooks=hooks)
+    processes = start(tmp_path, config, world=world)
+    wait_for((tmp_path / 'running').exists, processes, tmp_path)
+    for process in processes:
+        os.killpg(process.pid, signal.SIGINT)  # a terminal signals the loader workers as well
+    if world > 1:
+        time.sleep(0.2)
+        for process, number in zip(processes, (signal.SIGINT, signal.SIGTERM), strict=True):
+            os.kill(process.pid, number)
+    assert finish(processes) == [75] * world
+    assert len([name for name in names(tmp_path) if '_iter_' in name]) == 1
+    text = screen(tmp_path)
+    assert text.count('Ctrl-C: this step ends, a checkpoint is written') == 1 and 'SIGINT: stopped after iteration' in text
+    assert world == 1 or 'Ctrl-C' not in screen(tmp_path, 1)
+    assert run(tmp_path, settings(tmp_path, *EPOCHS), world=world, resume='auto') == [0] * world
+    assert same_state(content(tmp_path), alone(world))
+    fault_record('Ctrl-C (SIGINT)' + (' on two ranks, repeated by the launcher' if world > 1 else ''),
+                 'one line says what happens; a checkpoint is written, exit code 75; resumed: bitwise the same weights')
+
+
+@pytest.mark.parametrize('second', ['SIGINT', 'SIGTERM'])
+def test_a_second_ctrl_c_stops_at_once(tmp_path, fault_record, second):
+    """torchrun's agent passes the second one on as SIGTERM."""
+    hooks = [{'type': 'FaultySlow', 'seconds': 30, 'tell': str(tmp_path / 'running')}]
+    config = settings(tmp_path, '--checkpoint_config.every_iters', 'null', custom_hooks=hooks)
+    processes = start(tmp_path, config)
+    wait_for((tmp_path / 'running').exists, processes, tmp_path)
+    os.kill(processes[0].pid, signal.SIGINT)
+    wait_for(lambda: 'Ctrl-C: this step ends' in screen(tmp_path), processes, tmp_path)
+    time.sleep(0.5)
+    begin = time.monotonic()
+    os.kill(processes[0].pid, getattr(signal, second))
+    assert finish(processes) == [130] and time.monotonic() - begin < 10
+    assert names(tmp_path) == [] and 'interrupted' in screen(tmp_path) and 'Traceback' not in screen(tmp_path)
+    fault_record('Ctrl-C twice', 'ends at once with exit code 130, without a checkpoint', 'the steps since the last checkpoint')
+
+
+def test_ctrl_c_in_an_evaluation_ends_at_once(tmp_path, alone, fault_record):
+    """The epoch's checkpoint is there; the resumed run evaluates first."""
+    mark = tmp_path / 'val'
+    mark.touch()
+    data = dict(DATA, val=dict(DATA['val'], deadly=[2], blow='SIGINT', while_there=str(mark)))
+    assert run(tmp_path, settings(tmp_path, *EPOCHS, data=data)) == [130]
+    assert names(tmp_path) == ['epoch_1.pth'] and 'Ctrl-C' not in screen(tmp_path)
+    assert run(tmp_path, settings(tmp_path, *EPOCHS), resume='auto') == [0]
+    assert 'epoch 1 was not evaluated' in screen(tmp_path) and same_state(content(tmp_path), alone())
+    fault_record('Ctrl-C in an evaluation', 'ends at once with 130; the epoch\'s checkpoint is whole, its evaluation comes first when '
+                 'resumed')
+
+
+@pytest.mark.parametrize('world, interval', [(1, 1), (2, 2)])
+def test_a_signal_after_the_last_step_of_an_epoch_skips_its_evaluation(tmp_path, alone, world, interval):
+    hooks = [{'type': 'FaultyKill', 'step': STEPS // 3 // world, 'when': 'after_train_epoch', 'rank': world - 1, 'blow': 'SIGINT',
+              'priority': 'NORMAL'}]  # registered after the checkpoint's hook of this priority
+    config = settings(tmp_path, *EPOCHS, '--checkpoint_config.interval', interval, '--checkpoint_config.every_iters', 'null',
+                      custom_hooks=hooks)
+    assert run(tmp_path, config, world=world) == [75] * world
+    assert names(tmp_path) == [['epoch_1.pth'], [f'epoch_0_iter_{STEPS // 3 // world}.pth']][interval - 1]
+    assert f'SIGINT: stopped after iteration {STEPS // 3 // world} of epoch 1'[8 * (world - 1):] in screen(tmp_path)
+    assert run(tmp_path, settings(tmp_path, *EPOCHS), world=world, resume='auto') == [0] * world
+    assert same_state(content(tmp_path), alone(world)) and (tmp_path / 'run' / 'metrics' / 'epoch_1.json').exists()
+
+
 @pytest.mark.parametrize('damage', ['cut', 'one bit', 'gone'])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path, alone, fault_record, damage):
     kill = [{'type': 'FaultyKill', 'step': 16, 'priority': 'LOWEST'}]

@@ -70,8 +70,12 @@ class SafeCheckpointHook(Hook):
             os.makedirs(self.out_dir, exist_ok=True)
         runner.logger.info('Checkpoints will be saved to %s by HardDiskBackend.', self.out_dir)
 
+    def saves_epoch(self, runner: Any) -> bool:
+        """Whether the epoch that ends gets its checkpoint."""
+        return self.every_n_epochs(runner, self.interval) or (self.save_last and self.is_last_epoch(runner))
+
     def after_train_epoch(self, runner: Any) -> None:
-        if self.every_n_epochs(runner, self.interval) or (self.save_last and self.is_last_epoch(runner)):
+        if self.saves_epoch(runner):
             runner.logger.info('Saving checkpoint at %d epochs', runner.epoch + 1)
             self._turn = runner.iter // (self.every_iters or 1)
             self._save(runner)

@@ -63,6 +63,7 @@ class EvaluationHook(Hook):
 
     def after_train_epoch(self, runner: Any) -> None:
         if self._is_due(runner):
+            runner.stop_before_evaluation()
             self._evaluate_and_keep(runner)
 
     def _is_due(self, runner: Any) -> bool:
@@ -83,7 +84,7 @@ class EvaluationHook(Hook):
         which = self.ema.applied(runner) if self.ema is not None and self.ema.evaluate == 'ema' else contextlib.nullcontext()
         training = runner.model.training
         runner.model.eval()
-        with which:
+        with runner.ends_at_once(), which:
             metrics = self.evaluate()
         runner.model.train(training)
         runner.logger.info('evaluated in %.1f s', time.monotonic() - begin)

@@ -87,16 +87,17 @@ def check(args: argparse.Namespace) -> int:
         load_info_file,
     )
     from mmdet3d_ext.datasets.nuscenes_converter import check_map_expansion
-    status = 0
+    status, root = 0, args.root_path
     for path in args.info_file:
-        loaded = load_info_file(path)
+        loaded = load_info_file(path, root=root)
         print(f'{path}: {len(loaded.infos)} samples; {loaded.metadata}')
         for note in loaded.notes:
             print(f'  {note}')
         problems = [] if loaded.infos else ['samples: it holds none']
-        for test in (lambda: check_fields(loaded.infos, BASE_FIELDS, path), lambda: check_cameras(loaded.infos, path),  # noqa: B023
-                     lambda: check_fields(loaded.infos, ('location', 'radars'), path),  # noqa: B023
-                     lambda: check_fields(loaded.infos, ANNOTATION_FIELDS, path)):  # noqa: B023
+        for test in (lambda: check_fields(loaded.infos, BASE_FIELDS, path, root),  # noqa: B023
+                     lambda: check_cameras(loaded.infos, path, root=root),  # noqa: B023
+                     lambda: check_fields(loaded.infos, ('location', 'radars'), path, root),  # noqa: B023
+                     lambda: check_fields(loaded.infos, ANNOTATION_FIELDS, path, root)):  # noqa: B023
             try:
                 test()
             except InfoFileError as error:

@@ -13,6 +13,7 @@ An info file is a pickle ``{'infos': [info, ...], 'metadata': {...}}`` of plain 
 from __future__ import annotations
 
 import logging
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
@@ -67,13 +68,14 @@ class InfoFile:
     notes: List[str] = field(default_factory=list)
 
 
-def load_info_file(path: PathLike, box_convention: Optional[str] = None) -> InfoFile:
+def load_info_file(path: PathLike, box_convention: Optional[str] = None, root: Optional[PathLike] = None) -> InfoFile:
     """Read an info file of any known form, without running anything that it might contain.
 
     Args:
         path: the pickle.
         box_convention: how to read its boxes where the file does not say it and cannot be recognised
             (``'mmdet3d-1.0'`` or ``'mmdet3d-pre-1.0'``).
+        root: the data root, for the command in messages.
 
     Raises:
         FileNotFoundError: with the command that makes the file.
@@ -82,8 +84,7 @@ def load_info_file(path: PathLike, box_convention: Optional[str] = None) -> Info
     path = Path(path)
     if not path.is_file():
         radar = f' (one file holds all sensors here: write {path.name[:-10]}.pkl)' if path.name.endswith('_radar.pkl') else ''
-        raise FileNotFoundError(f'info file {path} does not exist{radar}. Make it with: python tools/create_data.py nuscenes '
-                                f'--root-path <data root> --out-dir {path.parent} --extra-tag {_tag_of(path)}')
+        raise FileNotFoundError(f'info file {path} does not exist{radar}. Make it with: {create_command(path, root)}')
     try:
         data = restricted_pickle.load(path)
     except UnsafePickleError as error:
@@ -119,6 +120,19 @@ def load_info_file(path: PathLike, box_convention: Optional[str] = None) -> Info
     check_fields(infos, ('token', 'timestamp'), path)
     infos.sort(key=lambda info: info['timestamp'])
     return InfoFile(path=path, infos=infos, metadata=metadata, notes=notes)
+
+
+def create_command(path: PathLike, root: Optional[PathLike] = None) -> str:
+    """The command that makes the info file ``path`` (and its split's others) from the data at ``root``."""
+    path = Path(path)
+    versions = sorted(found.name for found in Path(root).glob('v1.0-*') if found.is_dir()) if root is not None else []
+    version = versions[0] if len(versions) == 1 else 'v1.0-trainval'  # with several the tool's default
+    words = ['--root-path', _root_word(root), '--out-dir', shlex.quote(str(path.parent)), '--extra-tag', shlex.quote(_tag_of(path))]
+    return ' '.join(['python tools/create_data.py nuscenes', *words, '--version', version])
+
+
+def _root_word(root: Optional[PathLike]) -> str:
+    return '<data root>' if root is None else shlex.quote(str(root))
 
 
 def _tag_of(path: Path) -> str:
@@ -216,8 +230,8 @@ def _converted(info: Mapping[str, Any]) -> Dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------- checking
 
-def check_fields(infos: Sequence[Mapping[str, Any]], fields: Sequence[str], path: PathLike) -> None:
-    """Every info must hold every one of ``fields``.
+def check_fields(infos: Sequence[Mapping[str, Any]], fields: Sequence[str], path: PathLike, root: Optional[PathLike] = None) -> None:
+    """Every info must hold every one of ``fields``; ``root``: the data root, for the command in messages.
 
     Raises:
         InfoFileError: naming the first info and field that is missing, how many lack it, and the command that fills it.
@@ -227,7 +241,7 @@ def check_fields(infos: Sequence[Mapping[str, Any]], fields: Sequence[str], path
         if lacking:
             token = infos[lacking[0]].get('token', '?')
             raise InfoFileError(f'info file {path}: the field {name!r} is missing in {len(lacking)} of {len(infos)} samples '
-                                f'(first: index {lacking[0]}, token {token}). {_remedy(name, Path(path))}')
+                                f'(first: index {lacking[0]}, token {token}). {_remedy(name, Path(path), root)}')
 
 
 def check_boxes(infos: Sequence[Mapping[str, Any]], path: PathLike) -> None:
@@ -250,25 +264,24 @@ def check_boxes(infos: Sequence[Mapping[str, Any]], path: PathLike) -> None:
                                     f'{_remedy(name, Path(path))}')
 
 
-def check_cameras(infos: Sequence[Mapping[str, Any]], path: PathLike, cameras: Sequence[str] = CAMERAS) -> None:
+def check_cameras(infos: Sequence[Mapping[str, Any]], path: PathLike, cameras: Sequence[str] = CAMERAS,
+                  root: Optional[PathLike] = None) -> None:
     """Every info must hold all ``cameras`` with path, intrinsics and poses (errors as :func:`check_fields`)."""
-    check_fields(infos, ('cams',), path)
+    check_fields(infos, ('cams',), path, root)
     for index, info in enumerate(infos):
         for camera in cameras:
             entry = info['cams'].get(camera)
             missing = [camera] if entry is None else [f'{camera}.{name}' for name in CAMERA_FIELDS if name not in entry]
             if missing:
                 raise InfoFileError(f'info file {path}: cams.{missing[0]} is missing (index {index}, token '
-                                    f'{info.get("token", "?")}). {_remedy("cams", Path(path))}')
+                                    f'{info.get("token", "?")}). {_remedy("cams", Path(path), root)}')
 
 
-def _remedy(name: str, path: Path) -> str:
+def _remedy(name: str, path: Path, root: Optional[PathLike] = None) -> str:
     if name == 'location':
         return ('Map labels need it; fill it from the tables with: python tools/create_data.py fill-location '
-                f'--root-path <data root> --info-file {path}')
+                f'--root-path {_root_word(root)} --info-file {path}')
     if name in ANNOTATION_FIELDS:
         return ('The annotated splits need it (test_mode: true for data without annotations). Make the file anew with: '
-                f'python tools/create_data.py nuscenes --root-path <data root> --out-dir {path.parent} '
-                f'--extra-tag {_tag_of(path)}')
-    return (f'Make the file anew with: python tools/create_data.py nuscenes --root-path <data root> --out-dir {path.parent} '
-            f'--extra-tag {_tag_of(path)}')
+                f'{create_command(path, root)}')
+    return f'Make the file anew with: {create_command(path, root)}'

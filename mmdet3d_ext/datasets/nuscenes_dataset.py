@@ -4,6 +4,7 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import shlex
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -14,7 +15,15 @@ from torch.utils.data import Dataset
 from ..errors import raised_on_purpose, text_of
 from ..registry import DATASETS, PIPELINES
 from .epoch_state import EpochState
-from .info_files import ANNOTATION_FIELDS, BASE_FIELDS, InfoFileError, check_cameras, check_fields, load_info_file
+from .info_files import (
+    ANNOTATION_FIELDS,
+    BASE_FIELDS,
+    InfoFileError,
+    check_cameras,
+    check_fields,
+    create_command,
+    load_info_file,
+)
 from .nuscenes_converter import rotation_matrix
 from .nuscenes_schema import CAMERAS, CATEGORY_TO_CLASS, LIDAR, OBJECT_CLASSES, RADARS
 from .reader import SampleError, SampleFault, note
@@ -88,9 +97,11 @@ class NuScenesDataset(Dataset):
         self.compat = compat
         if self.dataset_root is not None and not os.path.isdir(self.dataset_root):
             raise FileNotFoundError(f'NuScenesDataset: dataset_root {self.dataset_root!r} does not exist (the folder that '
-                                    f'holds samples/, sweeps/ and maps/)')
+                                    'holds samples/, sweeps/, maps/ and v1.0-*/). Correct it, or put the data there (a synthetic '
+                                    f'set: python tools/create_synthetic_nuscenes.py --out {shlex.quote(self.dataset_root)}) and '
+                                    f'make the info files with: {create_command(ann_file, self.dataset_root)}')
 
-        loaded = load_info_file(ann_file, box_convention)
+        loaded = load_info_file(ann_file, box_convention, self.dataset_root)
         infos = loaded.infos[::load_interval]
         if not infos:
             raise InfoFileError(f'info file {ann_file} holds no samples: no scene of this split had its files when it was made')
@@ -111,16 +122,21 @@ class NuScenesDataset(Dataset):
         self.transforms = [step if callable(step) else PIPELINES.build(step) for step in pipeline or ()]
         self.epoch_state = EpochState()
 
+    @staticmethod
+    def check_classes(names: Optional[Sequence[str]]) -> Tuple[str, ...]:
+        """``object_classes`` as the data set takes them; ValueError names what is unknown or doubled. Needs no data."""
+        return _checked_classes(names)
+
     def _check_infos(self, infos: List[Dict[str, Any]]) -> None:
-        check_fields(infos, BASE_FIELDS, self.ann_file)
+        check_fields(infos, BASE_FIELDS, self.ann_file, self.dataset_root)
         if self.map_classes:
-            check_fields(infos, ('location',), self.ann_file)
+            check_fields(infos, ('location',), self.ann_file, self.dataset_root)
         if self.modality['use_camera']:
-            check_cameras(infos, self.ann_file)
+            check_cameras(infos, self.ann_file, root=self.dataset_root)
         if self.modality['use_radar']:
-            check_fields(infos, ('radars',), self.ann_file)
+            check_fields(infos, ('radars',), self.ann_file, self.dataset_root)
         if not self.test_mode:
-            check_fields(infos, ANNOTATION_FIELDS, self.ann_file)
+            check_fields(infos, ANNOTATION_FIELDS, self.ann_file, self.dataset_root)
 
     # ------------------------------------------------------------------------------------------------------ samples
 

@@ -263,7 +263,7 @@ def test_fill_location_completes_an_older_file(root, made, tmp_path, tool, capsy
     assert tool('check', '--info-file', path, '--root-path', root) == 1
     said = capsys.readouterr().out
     assert "the field 'location' is missing in 3 of 3" in said
-    assert f'fill-location --root-path <data root> --info-file {path}' in said
+    assert f'fill-location --root-path {root} --info-file {path}' in said
     assert tool('fill-location', '--root-path', root, '--info-file', path) == 0
     assert [info['location'] for info in load_info_file(path).infos] == ['boston-seaport'] * 3
     assert nuscenes_converter.fill_location(path, root) == 0  # nothing left to do

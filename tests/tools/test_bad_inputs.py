@@ -166,9 +166,17 @@ def test_a_loader_worker_shows_the_same_message(root, tmp_path, capsys):
 
 def test_missing_data_root(tmp_path, capsys):
     for tool in ('train', 'test', 'visualize'):
-        check_message(capsys, call(tool, tmp_path / 'nowhere', tmp_path), 'dataset_root', 'nowhere', 'samples/')
+        check_message(capsys, call(tool, tmp_path / 'nowhere', tmp_path), 'dataset_root', 'nowhere', 'samples/',
+                      f'tools/create_data.py nuscenes --root-path {tmp_path}/nowhere/ --out-dir {tmp_path}/nowhere --extra-tag nuscenes')
     code = TOOLS['create_data'].main(['nuscenes', '--root-path', str(tmp_path / 'nowhere'), '--version', 'v1.0-mini'])
     check_message(capsys, code, 'data root', 'nowhere does not exist', 'v1.0-mini/')
+
+
+def test_missing_info_file_gets_the_whole_command(root, tmp_path, capsys):
+    for path in root.glob('nuscenes_infos_*.pkl'):
+        path.unlink()
+    check_message(capsys, call('train', root, tmp_path), f'Make it with: python tools/create_data.py nuscenes --root-path {root}/ --out-dir '
+                  f'{root} --extra-tag nuscenes --version v1.0-mini')
 
 
 def test_create_data_stops_at_a_cut_cloud_and_goes_on_after_it_is_mended(root, tmp_path, capsys):

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Dict, Iterable, List, Mapping, Optional, Tuple
+from typing import Dict, Iterable, List, Mapping, Optional, Sequence, Tuple
 
 import torch
 
@@ -18,6 +18,7 @@ class LoadReport:
     same command gave them. ``grid``: camera grid constants, never loaded; ``grid_differs``: those of another grid;
     ``grid_texts``: the file's and the model's grid in words. ``relaid``: sparse convolution kernels brought to the model's
     layout. ``swapped``: box rows brought from the reference's convention to ours. ``notes``: sentences for the log.
+    ``files``: how many were loaded together (:func:`combined`).
     """
 
     path: str
@@ -33,6 +34,7 @@ class LoadReport:
     relaid: List[str] = field(default_factory=list)
     swapped: List[str] = field(default_factory=list)
     notes: List[str] = field(default_factory=list)
+    files: int = 1
 
     @property
     def total(self) -> int:
@@ -59,8 +61,8 @@ class LoadReport:
                 row[column] += 1
         return table
 
-    def text(self) -> str:
-        """The report as log lines."""
+    def text(self, one_of_several: bool = False) -> str:
+        """The report as log lines; ``one_of_several``: what this file lacks may be in another one."""
         lines = [f'{self.kind} of {self.path}: {len(self.matched)} tensors matched, {len(self.missing)} missing, '
                  f'{len(self.mismatched)} of another shape, {len(self.unexpected)} unexpected']
         if self.kept:
@@ -68,7 +70,8 @@ class LoadReport:
         width = max([len(name) for name in self.by_module()] + [6])
         lines.append(f'  {"module":<{width}} {"matched":>8} {"missing":>8} {"shape":>8} {"unexpected":>11}')
         for name, row in self.by_module().items():
-            note = '  <- nothing loaded' if not row['matched'] and (row['missing'] or row['mismatched']) else ''
+            empty = not row['matched'] and (row['missing'] or row['mismatched']) and not one_of_several
+            note = '  <- nothing loaded' if empty else ''
             lines.append(f'  {name:<{width}} {row["matched"]:>8} {row["missing"]:>8} {row["mismatched"]:>8} '
                          f'{row["unexpected"]:>11}{note}')
         for name, theirs, ours in self.mismatched[:10]:
@@ -77,7 +80,8 @@ class LoadReport:
             lines.append(f'  ... and {len(self.mismatched) - 10} more of another shape')
         shaped = [m[0] for m in self.mismatched]
         if self.missing:
-            lines.append(f'  new, not in the file: {_listed(self.missing, self.matched + self.kept + shaped)}')
+            nowhere = 'in no file' if self.files > 1 else 'not in the file'
+            lines.append(f'  new, {nowhere}: {_listed(self.missing, self.matched + self.kept + shaped)}')
         if self.unexpected:
             lines.append(f'  not in this model: {_listed(self.unexpected, self.matched + self.kept + shaped)}')
         if self.grid:
@@ -93,6 +97,22 @@ class LoadReport:
         if theirs and ours and theirs != ours:
             return f'the file\'s camera grid differs from the configuration\'s: file {theirs}; configuration, in use: {ours}'
         return f'the file\'s camera grid differs from the configuration\'s in {", ".join(self.grid_differs)}'
+
+
+def combined(reports: Sequence[LoadReport]) -> LoadReport:
+    """What several files, loaded one after the other, gave the model together.
+
+    ``missing`` and ``mismatched``: the model's that no file gave (a tensor of another shape in one file may have come from
+    another). ``unexpected``: of any file.
+    """
+    whole = LoadReport(f'{len(reports)} files', 'weights', files=len(reports))
+    whole.matched = [name for report in reports for name in report.matched]
+    given = set(whole.matched)
+    whole.mismatched = list({m[0]: m for report in reports for m in report.mismatched if m[0] not in given}.values())
+    settled = given | {m[0] for m in whole.mismatched}
+    whole.missing = [name for name in reports[-1].missing if name not in settled]
+    whole.unexpected = list(dict.fromkeys(name for report in reports for name in report.unexpected))
+    return whole
 
 
 def _top(name: str) -> str:

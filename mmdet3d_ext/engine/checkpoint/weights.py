@@ -12,7 +12,7 @@ from torch import nn
 
 from . import reference
 from .reading import CheckpointError, read_checkpoint
-from .report import LoadReport, grid_text
+from .report import LoadReport, combined, grid_text
 
 # Camera grids are stored as weights (published checkpoints have them), but they belong to the configuration: loading them would
 # silently undo a change of resolution.
@@ -76,7 +76,7 @@ def _is_state(value: Any) -> bool:
 def load_weights(model: nn.Module, path: str, prefer: str = 'auto', min_matched: float = MIN_MATCHED, complete: bool = False,
                  allow_partial: bool = False, allow_unsafe: bool = False, logger: Optional[logging.Logger] = None,
                  content: Optional[Mapping[str, Any]] = None, origin: str = reference.AUTO,
-                 given: Collection[str] = ()) -> LoadReport:
+                 given: Collection[str] = (), one_of_several: bool = False) -> LoadReport:
     """Load a checkpoint's weights into ``model`` and report what matched.
 
     Prefixes of wrappers (``module.``, ``model.``, ``_orig_mod.``) are removed where that makes names match. Weights of the
@@ -94,6 +94,7 @@ def load_weights(model: nn.Module, path: str, prefer: str = 'auto', min_matched:
         origin: ``'ours'`` or ``'reference'``, whose box convention the file has; ``'auto'`` finds out
             (:func:`.reference.find_origin`).
         given: names of the model's tensors that stay as they are, because an earlier file gave them (:func:`load_files`).
+        one_of_several: what this file lacks deserves no warning, others may have it.
 
     Raises:
         CheckpointError: with the table of modules, if too little matched; and as :func:`read_checkpoint`.
@@ -123,7 +124,7 @@ def load_weights(model: nn.Module, path: str, prefer: str = 'auto', min_matched:
             logger.error('%s: %d of its tensors hold NaN or infinite values (first: %s): it was saved by a run that had '
                          'diverged', path, len(broken), ', '.join(broken[:3]))
         logger.info('load checkpoint from local path: %s', path)
-        logger.log(logging.INFO if report.complete else logging.WARNING, report.text())
+        logger.log(logging.INFO if report.complete or one_of_several else logging.WARNING, report.text(one_of_several))
         for text in warnings:
             logger.warning('%s: %s', path, text)
     return report
@@ -152,7 +153,8 @@ def load_files(model: nn.Module, paths: Sequence[str], logger: Optional[logging.
                **options: Any) -> List[LoadReport]:
     """Load the weights of several files, for example a detector's and a map model's into a multitask model.
 
-    The first file that has a tensor gives it; later ones fill what is still missing. ``options`` are :func:`load_weights`'s.
+    The first file that has a tensor gives it; later ones fill what is still missing. After a report per file comes one of the
+    whole, as a warning if tensors of the model are still without a value from any file. ``options`` are :func:`load_weights`'s.
 
     Returns:
         one report per file.
@@ -160,14 +162,14 @@ def load_files(model: nn.Module, paths: Sequence[str], logger: Optional[logging.
     reports: List[LoadReport] = []
     given: List[str] = []
     for path in paths:
-        reports.append(load_weights(model, path, logger=logger, allow_unsafe=allow_unsafe, given=frozenset(given), **options))
+        reports.append(load_weights(model, path, logger=logger, allow_unsafe=allow_unsafe, given=frozenset(given),
+                                    one_of_several=len(paths) > 1, **options))
         given += reports[-1].matched
         if not reports[-1].matched and logger is not None:
             logger.warning('%s gave nothing: earlier files have all of its tensors that this model knows', path)
     if len(reports) > 1 and logger is not None:
-        last = reports[-1]
-        logger.log(logging.INFO if last.complete else logging.WARNING, '%d files gave %d tensors, %d keep their initial values',
-                   len(reports), len(given), len(last.missing) + len(last.mismatched))
+        whole = combined(reports)
+        logger.log(logging.INFO if whole.complete else logging.WARNING, whole.text())
     return reports
 
 

@@ -4,13 +4,16 @@ Letters: B batch, N cameras, P points, C channels, X/Y BEV cells (first axis lid
 """
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
 from collections import OrderedDict
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
 from mmcv import ConfigDict
+from mmcv.utils.logging import logger_initialized
 from torch import nn
 
 from ...geometry.grid import parse_scope
@@ -48,6 +51,21 @@ def _need(section: Mapping, key: str, name: str) -> Any:
     if key not in section:
         raise ValueError(f'{name}: the key {key!r} is missing')
     return section[key]
+
+
+@contextlib.contextmanager
+def _quiet_initialisation() -> Iterator[None]:
+    """Without mmcv's line for every block (``initialize BasicBlock with init_cfg ...``); files that are loaded are still said."""
+    logger = logging.getLogger(next(iter(logger_initialized), 'mmcv'))  # as mmcv's BaseModule chooses it
+
+    def wanted(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.INFO or not str(record.msg).startswith('initialize ')
+
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
 
 
 @MODELS.register_module()
@@ -208,7 +226,8 @@ class BEVFusion(nn.Module):
         Raises:
             RuntimeError: if a file cannot be loaded; names the part's configuration key.
         """
-        self._init_below(self, 'model')
+        with _quiet_initialisation():
+            self._init_below(self, 'model')
 
     def _init_below(self, module: nn.Module, name: str) -> None:
         for key, child in module.named_children():

@@ -188,7 +188,16 @@ def test_a_detector_and_a_map_model_seed_a_multitask_model(tmp_path, caplog):
     assert mean(target.heads['object']) == mean(target.decoder['backbone'][0]) == mean(target.encoders['camera'].conv) == 2
     assert mean(target.heads['map']) == 3 and not first.complete and second.complete
     assert second.matched == ['heads.map.weight', 'heads.map.bias'] and len(second.kept) == 9 and second.share == 1
-    assert '9 given by an earlier file' in second.text() and '2 files gave 13 tensors, 0 keep' in caplog.text
+    assert '9 given by an earlier file' in second.text() and 'weights of 2 files: 13 tensors matched, 0 missing' in caplog.text
+    assert not [record for record in caplog.records if record.levelname != 'INFO'] and 'nothing loaded' not in caplog.text
+    target = filled(Model(heads=('object', 'map')), 1.0)
+    caplog.clear()
+    with caplog.at_level('INFO', 'load'):  # neither has the map head; one has a detector of another shape
+        torch.save({'state_dict': {**torch.load(det)['state_dict'], 'heads.object.weight': torch.ones(1, 7)}}, tmp_path / 'odd.pth')
+        files.load_files(target, [str(tmp_path / 'odd.pth'), det], logging.getLogger('load'), min_matched=0)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == 'WARNING']
+    assert warning.startswith('weights of 2 files: 11 tensors matched, 2 missing, 0 of another shape, 0 unexpected')
+    assert 'no file: heads.map (2 tensors)' in warning and 'heads.map' in warning and '<- nothing loaded' in warning
     target = filled(Model(heads=('object', 'map')), 1.0)
     files.load_files(target, [seg, det])  # the first file's trunk wins
     assert mean(target.decoder['backbone'][0]) == 3 and mean(target.heads['object']) == 2

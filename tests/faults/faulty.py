@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import io
 import multiprocessing
+import logging
 import os
 import signal
 import socket
@@ -152,6 +153,7 @@ def start(folder, config, world=1, resume=None, prepare=None):
         os.dup2(screen, 1), os.dup2(screen, 2)
         sys.stdout, sys.stderr = os.fdopen(1, 'w', 1), os.fdopen(2, 'w', 1)
         os.setpgid(0, 0)
+        logging.captureWarnings(False)  # an earlier run's in this process, which pytest has undone without its knowledge
         torch.set_num_threads(1)
         if world > 1:
             os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world),

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import logging
+import multiprocessing
 import os
 import signal
 import socket

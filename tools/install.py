@@ -4,9 +4,12 @@
 Needs Python 3.10 to 3.12 and a C++ compiler; no root, and nothing but the standard library to run. Steps that were done
 before with the same inputs are skipped, so a second run takes seconds, and a run that failed goes on where it stopped.
 
+Examples:
+
     python3 tools/install.py                    # into .venv
     python3 tools/install.py --venv /data/envs/bev
     python3 tools/install.py --redo project     # build this project's ops again
+    python3 tools/install.py --redo all --verbose
     FORCE_CUDA=1 python3 tools/install.py       # CUDA ops on a machine that shows no GPU (a login node, a container build)
 """
 from __future__ import annotations

@@ -5,6 +5,7 @@
     torchpack dist-run -np 8 python tools/test.py CONFIG epoch_20.pth --eval bbox map
     python tools/test.py CONFIG epoch_20.pth --eval map --map_bound "[[-50, 50, 0.5], [-50, 50, 0.5]]"
     python tools/test.py CONFIG epoch_20.pth --format-only --split test      # results_nusc.json for the evaluation server
+    python tools/test.py CONFIG epoch_20.pth --data.test.load_interval 8     # every eighth sample, for a quick look
     python tools/test.py CONFIG none                                         # the untrained model
 
 Every other --key value goes to the configuration, as in training, and derived values follow. Without --eval everything that the

@@ -1,6 +1,7 @@
 """The detector with small encoders and heads: any set of sensors, empty input, losses, predictions, DDP."""
 import importlib.util
 import json
+import logging
 import math
 import os
 import socket
@@ -250,6 +251,23 @@ def test_lidar_stays_float32_under_autocast():
     assert torch.equal(plain['coords'], seen['coords']) and seen['out'].dtype == torch.float32
     total.backward()
     check_gradients(model)
+
+
+def test_blocks_are_initialised_without_a_line_each(caplog):
+    from mmcv.utils.logging import logger_initialized
+    model = build_model(config('camera', 'lidar'))
+    logger = logging.getLogger(next(iter(logger_initialized), 'mmcv'))
+    level = logger.level
+    logger.setLevel('INFO')
+    logger.addHandler(caplog.handler)
+    try:
+        model.init_weights()
+        assert 'initialize ' not in caplog.text
+        logger.info('initialize later')
+        assert 'initialize later' in caplog.text and not logger.filters
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(level)
 
 
 def test_pretrained_files_are_loaded_by_init_weights_only_and_their_absence_is_named(tmp_path, capsys):

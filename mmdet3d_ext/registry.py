@@ -123,6 +123,15 @@ class LayeredRegistry:
             known.update(registry.module_dict)
         return sorted(known)
 
+    def problem(self, kind: Any) -> Optional[str]:
+        """What is wrong with the type ``kind``: None if it is known, else the nearest known one or what to write instead."""
+        if self.get(kind) is not None:
+            return None
+        if kind in REPLACED:
+            return f'{self.name} type {kind!r}: {REPLACED[kind]}'
+        near = difflib.get_close_matches(str(kind), self.names(), n=1)
+        return f'unknown {self.name} type {kind!r}' + (f'; did you mean {near[0]!r}?' if near else '')
+
     def build(self, cfg: Mapping[str, Any], **defaults: Any) -> Any:
         """Build ``cfg['type']`` with the rest of ``cfg`` as keyword arguments (``defaults`` where absent).
 
@@ -139,12 +148,8 @@ class LayeredRegistry:
         args = dict(cfg)
         kind = args.pop('type')
         cls = kind if inspect.isclass(kind) else self.get(kind)
-        if cls is None and kind in REPLACED:
-            raise KeyError(f'{self.name} type {kind!r}: {REPLACED[kind]}')
         if cls is None:
-            near = difflib.get_close_matches(str(kind), self.names(), n=1)
-            hint = f'; did you mean {near[0]!r}?' if near else ''
-            raise KeyError(f'unknown {self.name} type {kind!r}{hint}')
+            raise KeyError(self.problem(kind))
         parameters = inspect.signature(cls.__init__).parameters
         for key, value in defaults.items():
             args.setdefault(key, value)

@@ -9,7 +9,8 @@
 Takes seconds and needs no data, no GPU and no model; --memory plans the model's memory and --environment runs the doctor, which takes
 longer. Training makes the same check before it begins.
 
-Exit codes: 0 accepted (warnings may stand above); 1 refused; 2 a mistake in the command.
+Exit codes: 0 accepted (warnings may stand above); 1 refused: it contradicts itself or names what does not exist; 2 it cannot be loaded:
+a mistake in the command or an override, a missing or broken file, an unknown key.
 """
 from __future__ import annotations
 
@@ -42,16 +43,20 @@ def main(argv: Optional[List[str]] = None) -> int:
     from mmdet3d_ext.checks import check_config
     from mmdet3d_ext.config import ConfigError, load_config
     from mmdet3d_ext.engine import config_check
+    from mmdet3d_ext.engine.startup import notices
+    said: List[str] = []
     try:
-        cfg = load_config(arguments.config, overrides)
+        with notices(said):
+            cfg = load_config(arguments.config, overrides)
     except ConfigError as error:
         if arguments.json:
             print(json.dumps({'config': arguments.config, 'accepted': False, 'chain': [], 'notes': [], 'warnings': [], 'errors': [
                 {'level': 'error', 'key': '', 'place': arguments.config, 'problem': str(error), 'write': {}}]}, indent=1))
         else:
             print(f'error: {error}\n{arguments.config}: refused')
-        return 1
+        return 2
     report = check_config(cfg, arguments.gpus)
+    config_check.add_notices(report, said)
     if arguments.environment:
         config_check.add_environment(report, arguments.config, overrides)
     if arguments.memory is not None and not report.errors:

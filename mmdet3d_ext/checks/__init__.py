@@ -16,6 +16,8 @@ from .metrics import check_metrics, metric_names
 from .pipelines import check_pipelines
 from .report import Finding, Report, Row
 from .schedule import check_schedule
+from .types import check_classes, check_types
+from .values import check_values
 
 __all__ = ['Finding', 'Report', 'Row', 'check_config', 'metric_names']
 
@@ -31,6 +33,9 @@ def check_config(cfg: Mapping[str, Any], gpus: Optional[int] = None) -> Report:
         The chain and the findings. Nothing is raised for what is found.
     """
     context = Context(cfg, gpus)
+    context.attempt('optimizer', lambda: check_values(context))
+    context.attempt('model', lambda: check_types(context))
+    context.attempt('data', lambda: check_classes(context))
     context.attempt('bev', lambda: check_bev(context))
     chain = context.attempt('model', lambda: check_chain(context))
     if chain is not None:

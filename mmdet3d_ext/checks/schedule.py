@@ -3,9 +3,9 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Optional
 
 from .context import Context
+from .values import count
 
 REQUIRED = ('optimizer.type', 'optimizer.lr', 'data.samples_per_gpu')
 # A learning rate this many times above the one in proportion to the batch is refused. A single GPU that tries an eight-GPU recipe is
@@ -28,18 +28,11 @@ def check_schedule(c: Context) -> None:
                 c.error(key, f'checkpoint {file} does not exist')
 
 
-def _count(c: Context, key: str) -> Optional[int]:
-    value = c.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        c.error(key, f'must be a whole number >= 1, got {value!r}', {key: 1})
-        return None
-    return value
-
-
 def _epochs(c: Context) -> None:
-    epochs, runner = _count(c, 'max_epochs'), _count(c, 'runner.max_epochs')
+    epochs, runner = count(c, 'max_epochs'), count(c, 'runner.max_epochs')
+    if c.get('max_epochs') is None and c.get('runner.max_epochs') is None and c.get('max_iters') is not None:
+        c.error('max_iters', 'training is by epochs here; set max_epochs', {'max_epochs': 20})
+        return
     if c.get('max_epochs') is None and c.get('runner.max_epochs') is None:
         c.error('max_epochs', 'is missing: for how many epochs is trained?', {'max_epochs': 20})
         return
@@ -55,7 +48,8 @@ def _epochs(c: Context) -> None:
     epochs = epochs or runner
     if epochs is None:
         return
-    for key, what in (('evaluation.interval', 'the model is never evaluated'), ('checkpoint_config.interval', 'only the end is saved')):
+    # The last epoch is evaluated and saved whatever the interval; only a later start leaves it out.
+    for key, what in (('evaluation.start', 'the model is never evaluated'), ('checkpoint_config.interval', 'only the end is saved')):
         value = c.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and value > epochs:
             c.warn(key, f'is {value} with max_epochs {epochs}: {what}', {key: 1})
@@ -66,8 +60,8 @@ def _epochs(c: Context) -> None:
 
 def _batch(c: Context) -> None:
     """Samples per update against ``auto_scale_lr.base_batch_size``, for which the learning rate was chosen."""
-    base, samples, rate = c.get('auto_scale_lr.base_batch_size'), _count(c, 'data.samples_per_gpu'), c.get('optimizer.lr')
-    accumulate = _count(c, 'optimizer_config.cumulative_iters') or 1
+    base, samples, rate = c.get('auto_scale_lr.base_batch_size'), count(c, 'data.samples_per_gpu'), c.get('optimizer.lr')
+    accumulate = count(c, 'optimizer_config.cumulative_iters') or 1
     if not base or samples is None or isinstance(rate, bool) or not isinstance(rate, (int, float)) or not rate > 0:
         return
     per_gpu = samples * accumulate

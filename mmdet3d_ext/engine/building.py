@@ -12,7 +12,7 @@ from typing import Any, Iterator, Mapping, Optional, Sequence, Tuple, Union
 import torch
 from torch import nn
 
-from ..config.errors import nearest
+from ..checks.values import number_problem, whole_problem
 from ..datasets.info_files import InfoFileError
 from ..datasets.nuscenes_dataset import SampleError, SampleFault
 from ..errors import RankZeroError, frames, raised_on_purpose, text_of
@@ -98,9 +98,9 @@ def check_number(cfg: Mapping[str, Any], section: str, names: Sequence[str]) -> 
     for name in names:
         if name not in (cfg.get(section) or {}):
             continue
-        value = cfg[section][name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < float('inf'):
-            raise UserError(f'{where(cfg, f"{section}.{name}")} must be a number >= 0, got {value!r} (for example 2.0e-4)')
+        problem = number_problem(cfg[section][name])
+        if problem:
+            raise UserError(f'{where(cfg, f"{section}.{name}")}: {problem}')
 
 
 def check_whole(cfg: Mapping[str, Any], key: str, least: int) -> None:
@@ -108,15 +108,9 @@ def check_whole(cfg: Mapping[str, Any], key: str, least: int) -> None:
     node: Any = cfg
     for part in key.split('.'):
         node = node.get(part) if isinstance(node, Mapping) else None
-    if node is not None and (isinstance(node, bool) or not isinstance(node, int) or node < least):
-        raise UserError(f'{where(cfg, key)} must be a whole number >= {least}, got {node!r}')
-
-
-def check_type(cfg: Mapping[str, Any], key: str, kind: Any, known: Sequence[str]) -> None:
-    """``kind`` must be one of ``known``; the message names the nearest."""
-    if kind not in known:
-        near = nearest(kind, known)
-        raise UserError(f'{where(cfg, key)}: {kind!r} is not known' + (f'; did you mean {near!r}?' if near else ''))
+    problem = whole_problem(node, least) if node is not None else None
+    if problem:
+        raise UserError(f'{where(cfg, key)}: {problem}')
 
 
 def where(cfg: Mapping[str, Any], key: str) -> str:

@@ -1,10 +1,12 @@
 """The configuration's check as training and ``tools/check_config.py`` use it; with what needs more than the configuration."""
 from __future__ import annotations
 
-from typing import Any, Mapping, Optional, Sequence
+import re
+from typing import Any, Iterable, Mapping, Optional, Sequence
 
 from ..checks import Finding, Report, check_config
 from ..checks.report import ERROR, WARNING
+from . import hooks, runner  # noqa: F401  (registers names that configurations use)
 from .launch import UserError
 
 # Groups of the doctor's checks that do not depend on data or on a launcher.
@@ -25,6 +27,15 @@ def refuse_inconsistent(cfg: Mapping[str, Any], gpus: int) -> Report:
         first, *more = map(str, report.errors)
         raise UserError('\n'.join([first, *(f'and {one}' for one in more)]))
     return report
+
+
+def add_notices(report: Report, texts: Iterable[str]) -> None:
+    """What the loader said about values that the reference means differently (:func:`.startup.notices`), as warnings."""
+    for text in texts:
+        found = re.match(r"(?P<place>.*?key '(?P<key>[^']+)'): (?P<problem>.*)", text, re.DOTALL)
+        place, _, problem = text.partition(': ')
+        report.findings.append(Finding(WARNING, found['key'], found['place'], found['problem']) if found else
+                               Finding(WARNING, '', place, problem))
 
 
 def add_environment(report: Report, config: str, overrides: Sequence[str]) -> None:

@@ -2,9 +2,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import warnings
-from typing import Any, List, Sequence
+from typing import Any, Iterator, List, Sequence
 
 import torch
 
@@ -21,24 +22,35 @@ def load_settings(path: str, overrides: Sequence[str]) -> Any:
     Raises:
         UserError: with the loader's message (file, line, key, nearest known key).
     """
-    with warnings.catch_warnings(record=True) as said:
+    said: List[str] = []
+    try:
+        with notices(said):
+            return load_config(path, list(overrides))
+    except ConfigError as error:
+        raise launching.UserError(str(error)) from None
+    finally:
+        _show(said)
+
+
+@contextlib.contextmanager
+def notices(said: List[str]) -> Iterator[None]:
+    """The loader's warnings go to ``said``, each once, and not to Python's own printing."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
         try:
-            return load_config(path, list(overrides))
-        except ConfigError as error:
-            raise launching.UserError(str(error)) from None
+            yield
         finally:
-            _show(said)
+            said += dict.fromkeys(str(one.message) for one in caught if issubclass(one.category, UserWarning))
 
 
-def _show(said: List[warnings.WarningMessage]) -> None:
+def _show(said: List[str]) -> None:
     try:
         first = launching.detect().local_rank == 0
     except launching.LaunchError:  # said when the ranks meet
         first = True
     for one in said:
-        if first and issubclass(one.category, UserWarning):
-            print(f'warning: {one.message}', file=sys.stderr)
+        if first:
+            print(f'warning: {one}', file=sys.stderr)
 
 
 def start(cfg: Any, arguments: argparse.Namespace) -> torch.device:

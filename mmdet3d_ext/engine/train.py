@@ -10,14 +10,15 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import torch
 import torch.distributed as dist
-from mmcv.runner import HOOKS, OPTIMIZERS, RUNNERS, build_optimizer
+from mmcv.runner import RUNNERS, build_optimizer
 from torch import nn
 
+from ..checks.types import OPTIMIZER_HOOKS, RUNNERS_OF_MMCV, runner_problem
 from ..datasets.stream import close
 from ..metrics import on_rank_zero
 from . import run_dir as run_dirs
 from .amp import AmpPlan, plan_amp
-from .building import building, check_number, check_type, check_whole, running, where
+from .building import building, running, where
 from .checkpoint import clean_leftovers, keep_optimizer, load_files, newest_checkpoint, path_list, read_checkpoint
 from .config_check import refuse_inconsistent
 from .evaluate import build_evaluators, evaluate, table
@@ -42,10 +43,6 @@ from .parallel import StepModel
 from .runner import CustomEpochBasedRunner
 from .seeding import agree_on_seed, derive, make_deterministic, seed_all
 from .stopping import StopSignals
-
-RUNNER_TYPES = ('CustomEpochBasedRunner', 'EpochBasedRunner')
-OUR_OPTIMIZER_HOOKS = (None, 'OptimizerHook', 'Fp16OptimizerHook', 'GradientCumulativeOptimizerHook',
-                       'GradientCumulativeFp16OptimizerHook', 'GuardedOptimizerHook')
 
 
 @dataclass
@@ -89,9 +86,8 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     options = options or Options()
     device = device or torch.device('cpu')
     launch = current()
-    epochs = _max_epochs(cfg)
-    check_settings(cfg)
     report = refuse_inconsistent(cfg, launch.world_size)
+    epochs = cfg.get('max_epochs') or cfg['runner']['max_epochs']
     resume = options.resume_from or cfg.get('resume_from') or ('auto' if cfg.get('auto_resume') else None)
     folder = options.run_dir or cfg.get('run_dir') or cfg.get('work_dir') or run_dirs.default_run_dir(cfg)
     resume, broken = _find_resume(resume, folder)
@@ -207,17 +203,6 @@ def _log_start(logger: logging.Logger, cfg: Any, meta: Mapping[str, Any], launch
     logger.info('Set random seed to %d, deterministic: %s', meta['seed'], torch.are_deterministic_algorithms_enabled())
 
 
-def _max_epochs(cfg: Mapping[str, Any]) -> int:
-    epochs = cfg.get('max_epochs')
-    if epochs is None:
-        epochs = (cfg.get('runner') or {}).get('max_epochs')
-    if epochs is None and cfg.get('max_iters') is not None:
-        raise UserError('key max_iters: training is by epochs here; set max_epochs')
-    if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-        raise UserError(f'key max_epochs must be a whole number >= 1, got {epochs!r}')
-    return epochs
-
-
 def _find_resume(resume: Optional[str], folder: str) -> Tuple[Optional[str], List[str]]:
     """The checkpoint to resume from, and newer ones that are broken; 'auto' is the newest whole one in the run folder."""
     if resume != 'auto':
@@ -230,32 +215,6 @@ def _seed(cfg: Mapping[str, Any], resume: Optional[str], options: Options) -> Op
     if cfg.get('seed') is None and resume:
         return (read_checkpoint(resume, options.allow_unsafe_checkpoint).get('meta') or {}).get('seed')
     return cfg.get('seed')
-
-
-def check_settings(cfg: Mapping[str, Any]) -> None:
-    """Plain values that would only fail, or be taken silently for something else, after the data and the model are built.
-
-    Raises:
-        UserError: naming the key, its file and its value.
-    """
-    check_number(cfg, 'optimizer', ('lr', 'weight_decay'))
-    for key, least in (('log_config.interval', 1), ('evaluation.interval', 1), ('data.samples_per_gpu', 1),
-                       ('data.workers_per_gpu', 0), ('optimizer_config.cumulative_iters', 1)):
-        check_whole(cfg, key, least)
-    if (cfg.get('optimizer') or {}).get('type') is not None:
-        check_type(cfg, 'optimizer.type', cfg['optimizer']['type'], list(OPTIMIZERS.module_dict))
-    for number, hook in enumerate((cfg.get('log_config') or {}).get('hooks') or []):
-        check_type(cfg, f'log_config.hooks.{number}', hook.get('type') if isinstance(hook, Mapping) else hook,
-                   list(HOOKS.module_dict))
-    for key, ending in (('lr_config', 'LrUpdaterHook'), ('momentum_config', 'MomentumUpdaterHook')):
-        policy = (cfg.get(key) or {}).get('policy')
-        if policy is not None:
-            names = [name[:-len(ending)] for name in HOOKS.module_dict if name.endswith(ending) and name != ending]
-            check_type(cfg, f'{key}.policy', policy, names + [name.lower() for name in names])
-    clip = (cfg.get('optimizer_config') or {}).get('grad_clip')
-    if clip is not None and not isinstance(clip, Mapping):
-        raise UserError(f'{where(cfg, "optimizer_config.grad_clip")} must be a mapping such as {{max_norm: 35, norm_type: 2}} '
-                        f'or null, got {clip!r}')
 
 
 def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], train: bool,
@@ -340,15 +299,13 @@ def make_runner(cfg: Mapping[str, Any], model: StepModel, optimizer: torch.optim
                 logger: logging.Logger, meta: Dict[str, Any], epochs: int) -> CustomEpochBasedRunner:
     """The configured runner; epochs count, both mmcv's and the reference's name give ours."""
     settings = run_dirs.to_plain(cfg.get('runner')) or {}
-    kind = settings.pop('type', RUNNER_TYPES[0])
+    kind = settings.pop('type', RUNNERS_OF_MMCV[0])
     settings.pop('max_epochs', None)
     settings.pop('max_iters', None)
-    if kind in RUNNER_TYPES:
-        cls = CustomEpochBasedRunner
-    else:
-        cls = RUNNERS.get(kind)
-        if cls is None or not issubclass(cls, CustomEpochBasedRunner):
-            raise UserError(f'key runner.type: {kind!r} is not an epoch runner of this project; use {RUNNER_TYPES[0]}')
+    problem = runner_problem(kind)
+    if problem:  # of a tool that makes no other check
+        raise UserError(f'{where(cfg, "runner.type")}: {problem}')
+    cls = CustomEpochBasedRunner if kind in RUNNERS_OF_MMCV else RUNNERS.get(kind)
     runner = cls(model, optimizer=optimizer, work_dir=folder, logger=logger, meta=meta, max_epochs=epochs, **settings)
     runner.timestamp = stamp
     return runner
@@ -383,9 +340,6 @@ def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: 
         _register_loggers(runner, cfg, len(loader))
     survive_full_disk(runner)
     hooks = run_dirs.to_plain(cfg.get('custom_hooks'))
-    for number, hook in enumerate(hooks or []):
-        check_type(cfg, f'custom_hooks.{number}', hook.get('type') if isinstance(hook, Mapping) else hook,
-                   list(HOOKS.module_dict))
     with building('custom_hooks', cfg, hooks):
         runner.register_custom_hooks(hooks)
 
@@ -421,7 +375,7 @@ def _register_optimizer_hook(runner: CustomEpochBasedRunner, cfg: Mapping[str, A
                              guard: Guard) -> None:
     settings = run_dirs.to_plain(cfg.get('optimizer_config')) or {}
     kind = settings.pop('type', None)
-    if kind not in OUR_OPTIMIZER_HOOKS:
+    if kind not in OPTIMIZER_HOOKS:
         runner.register_optimizer_hook(dict(settings, type=kind))
         return
     for key in ('distributed', 'coalesce', 'bucket_size_mb', 'detect_anomalous_params'):  # mmcv's; they have no meaning here

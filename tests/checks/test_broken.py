@@ -231,10 +231,10 @@ def test_the_references_profile_only_warns_about_metres(check):
 
 
 def test_what_works_and_is_probably_not_meant(check):
-    report = check(PHASE3, ['--evaluation.interval', '9', '--checkpoint_config.interval', '9', f'--{MAP}.aux_weight', '0.4',
+    report = check(PHASE3, ['--evaluation.start', '9', '--checkpoint_config.interval', '9', f'--{MAP}.aux_weight', '0.4',
                             '--gt_paste_stop_epoch', '9', '--bev.labels.x', '[-60, 60]', '--bev.labels.y', '[-60, 60]'])
     assert not report.errors
-    assert {one.key for one in report.warnings} >= {'evaluation.interval', 'checkpoint_config.interval', f'{MAP}.aux_weight',
+    assert {one.key for one in report.warnings} >= {'evaluation.start', 'checkpoint_config.interval', f'{MAP}.aux_weight',
                                                     'gt_paste_stop_epoch', f'{GRID}.output_scope'}
 
 

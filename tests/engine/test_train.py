@@ -299,17 +299,15 @@ def test_average_follows_its_formula(tmp_path):
     ({'ema': {'decay': 1.5}}, 'ema.decay must be between 0 and 1'), ({'ema': {'decy': 0.9}}, 'decy'),
     ({'amp': {'dtype': 'fp8'}}, "amp.dtype: 'fp8' is not one of"), ({'amp': {'type': 'fp16'}}, "unknown keys \\['type'\\]"),
     ({'custom_hooks': [{'type': 'EMAHok'}]}, "custom_hooks.0': 'EMAHok' is not known; did you mean 'EMAHook'"), ({'seed': -1}, 'seed must be'),
-    ({'runner': {'type': 'IterBasedRunner', 'max_epochs': 2}}, 'runner.type'), ({'max_epochs': 0}, 'max_epochs must be'),
+    ({'runner': {'type': 'IterBasedRunner', 'max_epochs': 2}}, 'runner.type'), ({'max_epochs': 0}, "toy.yaml:.*key 'max_epochs': must be"),
     ({'data': {'samples_per_gpu': 0, 'train': {'type': 'EngineToyDataset'}}},
-     "key 'data.samples_per_gpu' must be a whole number >= 1, got 0")])
+     "key 'data.samples_per_gpu': must be a whole number >= 1, got 0")])
 def test_wrong_settings_are_named(tmp_path, wrong, message):
     with pytest.raises((UserError, ValueError), match=message):
         run(tmp_path, **wrong)
 
 
 @pytest.mark.parametrize('wrong, message', [
-    ({'model': {'type': 'EngineToyModle'}},
-     "toy.yaml:.*key 'model.type': unknown model type 'EngineToyModle'; did you mean 'EngineToyModel'"),
     ({'data': {'samples_per_gpu': 1, 'train': {'type': 'EngineToyDataset', 'sise': 3}}},
      "toy.yaml:.*key 'data.train.sise': .*did you mean 'size'")])
 def test_what_cannot_be_built_is_one_message_and_a_traceback_in_the_log(tmp_path, wrong, message):
@@ -324,6 +322,8 @@ def test_what_cannot_be_built_is_one_message_and_a_traceback_in_the_log(tmp_path
 def test_what_the_check_of_the_configuration_finds_leaves_no_run_folder(tmp_path):
     with pytest.raises(UserError, match="toy.yaml:.*key 'model.widht': .*no argument 'widht'; did you mean 'width'"):
         run(tmp_path, model={'type': 'EngineToyModel', 'widht': 3})
+    with pytest.raises(UserError, match="toy.yaml:.*key 'model.type': unknown model type 'EngineToyModle'; did you mean 'EngineToyModel'"):
+        run(tmp_path, model={'type': 'EngineToyModle'})
     with pytest.raises(UserError, match='batch is 2 samples .* was chosen for 32'):
         run(tmp_path, auto_scale_lr={'enable': False, 'base_batch_size': 32})
     assert not (tmp_path / 'run').exists()

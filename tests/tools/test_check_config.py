@@ -44,14 +44,41 @@ def test_json(capsys):
     assert content['accepted'] is False and [one['key'] for one in content['errors']] == [WRONG[0][2:]]
     assert content['errors'][0]['write'][WRONG[0][2:]][0] == pytest.approx([-50, 50, 1 / 6])
     assert {row['stage']: row['cells'] for row in content['chain']}['map: fused trunk'] == [270, 270]
-    assert tool.main([STAGE1, '--json', '--optimizer.lrr', '1']) == 1
+    assert tool.main([STAGE1, '--json', '--optimizer.lrr', '1']) == 2
     content = json.loads(capsys.readouterr().out)
     assert not content['accepted'] and "did you mean 'optimizer.lr'" in content['errors'][0]['problem']
 
 
 def test_a_file_that_does_not_load(capsys, tmp_path):
-    assert tool.main([str(tmp_path / 'nowhere.yaml')]) == 1
+    assert tool.main([str(tmp_path / 'nowhere.yaml')]) == 2
     assert 'nowhere.yaml' in capsys.readouterr().out
+
+
+def test_what_cannot_be_loaded_is_a_mistake_in_the_command(capsys):
+    for words in (['--optimizer.lrr', '1'], ['--object_classes', '[car, truck'], ['--model.heads.map.aspp_chanels', '8']):
+        assert tool.main([TINY, *words]) == 2
+        shown = capsys.readouterr().out.splitlines()
+        assert shown[0].startswith('error: command line: ') and shown[-1].endswith('multitask_tiny.yaml: refused')
+    for words in (['--optimizer.lr', 'abc'], ['--object_classes', '[car, truk]']):
+        assert tool.main([TINY, *words]) == 1, 'it is loaded, and refused'
+    assert '2 it cannot be loaded' in tool.__doc__
+
+
+def test_a_notice_of_the_loader_is_shown_once_and_counted(tmp_path):
+    words = ['--total_epochs', '10', '--data.test.test_mode', 'false', '--allow-new']
+    found = subprocess.run([sys.executable, str(REPO / 'tools/check_config.py'), TINY, *words], cwd=tmp_path, capture_output=True, text=True,
+                           timeout=120, env={'PATH': '/usr/bin:/bin', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'})
+    lines = found.stdout.splitlines()
+    assert found.returncode == 0 and 'UserWarning' not in found.stderr and 'sys.exit' not in found.stderr, found.stderr
+    assert lines.count('warning: command line: --total_epochs is called --max_epochs here; taken as such') == 1
+    assert len([line for line in lines if line.startswith("warning: command line: key 'data.test.test_mode': is taken as true")]) == 1
+    assert lines[-1].endswith('accepted: 0 error(s), 2 warning(s)')
+
+
+def test_notices_have_their_key_in_json(capsys):
+    assert tool.main([TINY, '--data.test.test_mode', 'false', '--json']) == 0
+    (warning,) = json.loads(capsys.readouterr().out)['warnings']
+    assert warning['key'] == 'data.test.test_mode' and warning['place'] == "command line: key 'data.test.test_mode'"
 
 
 def test_a_batch_against_the_recipe(capsys):
@@ -74,6 +101,19 @@ def test_training_is_refused_with_every_error_in_one_message():
     text = str(caught.value)
     assert len(text.splitlines()) == 2 and 'output_scope' in text and 'runner.max_epochs' in text
     assert not config_check.refuse_inconsistent(load_config(STAGE1), 4).findings
+
+
+def test_a_wrong_type_is_known_before_the_data_are_looked_for(tmp_path, capsys):
+    from mmdet3d_ext.engine import train
+    for words, piece in ((['--model.encoders.camera.backbone.type', 'VoVNet'], "model type 'VoVNet'"),
+                         (['--optimizer.type', 'AdamWW'], 'AdamW'), (['--train_pipeline.3.type', 'ImageAg3D'], 'ImageAug3D'),
+                         (['--load_augmented', 'mvp'], 'load_augmented')):
+        cfg = load_config(TINY, ['--dataset_root', f'{tmp_path}/nowhere/', *words])
+        with pytest.raises(UserError, match=piece) as caught:
+            train.train(cfg, train.Options(run_dir=str(tmp_path / 'run')))
+        assert 'nowhere' not in str(caught.value) and not (tmp_path / 'run').exists()
+        assert tool.main([TINY, *words]) == 1
+        assert f'error: {caught.value}' in capsys.readouterr().out.splitlines(), 'the line of training'
 
 
 # ---- what needs more than the configuration -----------------------------------------------------------------------------------

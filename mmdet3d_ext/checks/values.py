@@ -1,0 +1,50 @@
+"""Plain values: numbers, counts, and mappings that would only fail, or mean something else, after data and model are built.
+
+The rules return what is wrong with a value, or None; :mod:`mmdet3d_ext.engine.building` says the same for keys outside this check.
+"""
+from __future__ import annotations
+
+import math
+from typing import Any, Mapping, Optional
+
+from .context import Context
+
+# Key -> the least whole number that it takes.
+COUNTS = {'log_config.interval': 1, 'evaluation.interval': 1, 'data.samples_per_gpu': 1, 'data.workers_per_gpu': 0,
+          'optimizer_config.cumulative_iters': 1, 'max_epochs': 1, 'runner.max_epochs': 1}
+NUMBERS = ('optimizer.lr', 'optimizer.weight_decay')
+
+
+def number_problem(value: Any) -> Optional[str]:
+    """A finite number >= 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        return f'must be a number >= 0, got {value!r} (for example 2.0e-4)'
+    return None
+
+
+def whole_problem(value: Any, least: int) -> Optional[str]:
+    """A whole number >= ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        return f'must be a whole number >= {least}, got {value!r}'
+    return None
+
+
+def check_values(c: Context) -> None:
+    for key in NUMBERS:
+        problem = number_problem(c.get(key)) if c.has(key) else None
+        if problem and not (key == 'optimizer.lr' and c.get(key) is None):  # the schedule says that it is missing
+            c.error(key, problem)
+    for key, least in COUNTS.items():
+        value = c.get(key)
+        problem = whole_problem(value, least) if value is not None else None
+        if problem and not (key == 'runner.max_epochs' and value == c.get('max_epochs')):  # it follows that, which has its error
+            c.error(key, problem, {key: least})
+    clip = c.get('optimizer_config.grad_clip')
+    if clip is not None and not isinstance(clip, Mapping):
+        c.error('optimizer_config.grad_clip', f'must be a mapping such as {{max_norm: 35, norm_type: 2}} or null, got {clip!r}')
+
+
+def count(c: Context, key: str) -> Optional[int]:
+    """The whole number at ``key``; None where it is missing or was refused."""
+    value = c.get(key)
+    return value if value is not None and whole_problem(value, COUNTS[key]) is None else None

@@ -45,7 +45,9 @@ class Bench:
 
     def begin(self):
         self.write()
-        self.started.append(subprocess.Popen(self.words(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder))
+        # A shell starts what it runs in the background (nohup, CI) deaf to SIGINT, and its children inherit that.
+        self.started.append(subprocess.Popen(self.words(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=self.folder,
+                                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)))
         return self.started[-1]
 
     def table(self):

@@ -5,7 +5,7 @@ What the batch holds (B samples, N cameras, C map classes; collated by ``mmcv.pa
 ========================  ==========================================  ===========================
 key                       per sample                                  container
 ========================  ==========================================  ===========================
-img                       (N, 3, H, W) float32                        stack
+img                       (N, 3, H, W) float32, or uint8 (see below)   stack
 points, radar             (P, F) float32                              list
 gt_bboxes_3d              LiDARInstance3DBoxes                        list, stays on the CPU
 gt_labels_3d              (M,) int64                                  list
@@ -14,6 +14,8 @@ depths                    (N, H, W) float32                           stack
 matrices                  (N, 4, 4) or (4, 4) float32                 stack
 metas                     dict                                        list, stays on the CPU
 ========================  ==========================================  ===========================
+
+``img`` is uint8 if ImageNormalize keeps it; the model then normalises it by ``img_norm_cfg`` of the metas.
 
 Stacking never pads: images of different sizes have different matrices, and a padded border would be read as image.
 """
@@ -53,6 +55,18 @@ def _image_tensor(image: Any) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(as_rgb_array(image).transpose(2, 0, 1)))
 
 
+def _image_batch(images: Any) -> torch.Tensor:
+    """(N, 3, H, W)."""
+    if isinstance(images, torch.Tensor):
+        return images
+    images = [_image_tensor(image) for image in images]
+    sizes = {tuple(image.shape) for image in images}
+    if len(sizes) > 1:
+        raise ValueError(f'DefaultFormatBundle3D: images of one sample differ in size {sorted(sizes)}; bring them to one size with '
+                         f'ImageAug3D')
+    return torch.stack(images)
+
+
 @PIPELINES.register_module()
 class DefaultFormatBundle3D:
     """Values to tensors in ``DataContainer``s, as in the table above. Absent sensors and empty boxes pass through.
@@ -76,12 +90,7 @@ class DefaultFormatBundle3D:
                                 f'loading step missing?')
             data[key] = DataContainer(data[key].tensor.contiguous().float(), stack=False)
         if data.get('img') is not None:
-            images = [_image_tensor(image) for image in data['img']]
-            sizes = {tuple(image.shape) for image in images}
-            if len(sizes) > 1:
-                raise ValueError(f'DefaultFormatBundle3D: images of one sample differ in size {sorted(sizes)}; bring them to '
-                                 f'one size with ImageAug3D')
-            data['img'] = _stacked(torch.stack(images))
+            data['img'] = _stacked(_image_batch(data['img']))
         for key in ('gt_masks_bev', 'depths'):
             if data.get(key) is not None:
                 data[key] = _stacked(data[key])

@@ -1,8 +1,9 @@
 """Image resizing, cropping, flipping, rotation; normalisation; GridMask."""
 from __future__ import annotations
 
-from typing import Any, Dict, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+import cv2
 import numpy as np
 import torch
 from PIL import Image
@@ -10,6 +11,7 @@ from PIL import Image
 from ...geometry.transforms import image_augmentation
 from ...registry import PIPELINES
 from .common import as_rgb_array, check_compat
+from .images import EncodedImage, resample
 
 
 class ImageDraw(NamedTuple):
@@ -29,7 +31,8 @@ class ImageAug3D:
     Draw order per image from numpy's global generator: scale, bottom crop fraction, left crop fraction, flip (only if
     ``rand_flip``), angle. Test mode draws nothing: mean scale, mean bottom crop, horizontally centred, no flip, no turn.
     Resizing is Pillow's bicubic (the filter of the published models); the rotation takes the nearest pixel; what lies
-    outside the image is black. The result is a list of (H, W, 3) uint8 arrays.
+    outside the image is black. Images may be RGB arrays (H, W, 3) uint8, Pillow images or :class:`.images.EncodedImage`; the
+    result is a list of (H, W, 3) uint8 arrays.
 
     ``img_aug_matrix`` (N matrices, 4x4 float32) maps pixel positions (u, v, depth, 1) of the original image to the new one,
     multiplied from the left to what is already there. The image is resized to whole pixels (``int(W * scale)``), and the
@@ -76,25 +79,25 @@ class ImageAug3D:
         flip = bool(self.rand_flip and np.random.choice([0, 1]))
         return ImageDraw(scale, size, (left, top), flip, float(np.random.uniform(*self.rot_lim)))
 
-    def apply(self, image: Image.Image, draw: ImageDraw) -> np.ndarray:
-        """``(H, W, 3)`` uint8 of the augmented image."""
+    def apply(self, image: Any, draw: ImageDraw) -> np.ndarray:
+        """``(H, W, 3)`` uint8 of the augmented image; ``image`` is one of what :meth:`__call__` takes."""
         final_height, final_width = self.final_dim
         left, top = draw.crop
         right, bottom = left + final_width, top + final_height
         width, height = draw.size
         if self.compat == 'reference' or left < 0 or top < 0 or right > width or bottom > height:
-            image = image.resize(draw.size, Image.BICUBIC).crop((left, top, right, bottom))
+            whole = image if isinstance(image, Image.Image) else Image.fromarray(as_rgb_array(image))
+            part = np.asarray(whole.resize(draw.size, Image.BICUBIC).crop((left, top, right, bottom)))
         else:
-            # Resample only what the crop keeps: the same filter, equal to one or two grey levels (rounding of the box).
-            scale_x, scale_y = image.width / width, image.height / height
-            box = (left * scale_x, top * scale_y, right * scale_x, bottom * scale_y)
-            image = image.resize((final_width, final_height), Image.BICUBIC,
-                                 box=(box[0], box[1], min(box[2], image.width), min(box[3], image.height)))
+            # Resample only what the crop keeps: the same filter, equal to one or two grey levels.
+            pixels, factor = image.at_least(draw.size) if isinstance(image, EncodedImage) else (as_rgb_array(image), 1)
+            step = [old / (factor * new) for old, new in zip(_size(image), draw.size)]
+            part = resample(pixels, step, draw.crop, (final_width, final_height))
         if draw.flip:
-            image = image.transpose(Image.FLIP_LEFT_RIGHT)
+            part = cv2.flip(part, 1)
         if draw.degrees:
-            image = image.rotate(draw.degrees)
-        return np.array(image)  # a writable copy
+            part = np.asarray(Image.fromarray(np.ascontiguousarray(part)).rotate(draw.degrees))
+        return np.array(part)  # a writable copy
 
     def matrix(self, width: int, height: int, draw: ImageDraw) -> np.ndarray:
         """``augmented_from_image`` (4, 4) float64 for an original image of this size."""
@@ -109,9 +112,7 @@ class ImageAug3D:
         images, matrices = [], []
         before = data.get('img_aug_matrix') or [np.eye(4)] * len(data['img'])
         for image, earlier in zip(data['img'], before):
-            if not isinstance(image, Image.Image):
-                image = Image.fromarray(as_rgb_array(image))
-            width, height = image.size
+            width, height = _size(image)
             draw = self.draw(width, height)
             images.append(self.apply(image, draw))
             matrices.append((self.matrix(width, height, draw) @ np.asarray(earlier, np.float64)).astype(np.float32))
@@ -121,14 +122,23 @@ class ImageAug3D:
         return data
 
 
+def _size(image: Any) -> Tuple[int, int]:
+    """(W, H) of any form of image."""
+    if isinstance(image, (Image.Image, EncodedImage)):
+        return image.size
+    return image.shape[1], image.shape[0]
+
+
 @PIPELINES.register_module()
 class ImageNormalize:
-    """Images to float32 tensors (3, H, W): ``(x / 255 - mean) / std`` per RGB channel; ``img_norm_cfg`` says what was done.
+    """Images to float32 ``(N, 3, H, W)``: ``(x / 255 - mean) / std`` per RGB channel; ``img_norm_cfg`` says what was done.
+
+    Images of different sizes become a list of tensors (3, H, W).
 
     Args:
         mean, std: per channel, on the 0..1 scale.
-        keep_uint8: only reorder to (3, H, W) uint8 and leave the arithmetic to the model (a quarter of the memory to move;
-            the model must apply ``img_norm_cfg``).
+        keep_uint8: only reorder to (N, 3, H, W) uint8 and leave the arithmetic to the model, which finds it in ``img_norm_cfg`` of
+            the metas and gives the same values: a quarter of the memory to move, and less to compute here.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], keep_uint8: bool = False):
@@ -139,22 +149,35 @@ class ImageNormalize:
         self.mean = tuple(float(m) for m in mean)
         self.std = tuple(float(s) for s in std)
         self.keep_uint8 = keep_uint8
+        levels = torch.arange(256, dtype=torch.float32).div_(255)
+        # What each of the 256 levels becomes, per channel.
+        self.table = levels.sub(torch.tensor(self.mean)[:, None]).div_(torch.tensor(self.std)[:, None]).numpy()
 
     def __call__(self, data: Dict[str, Any]) -> Dict[str, Any]:
         if data.get('img') is None:
             return data
-        mean = torch.tensor(self.mean).view(3, 1, 1)
-        std = torch.tensor(self.std).view(3, 1, 1)
-        images = []
-        for image in data['img']:
-            array = as_rgb_array(image)
+        arrays = [as_rgb_array(image) for image in data['img']]
+        for array in arrays:
             if array.dtype != np.uint8:
                 raise TypeError(f'ImageNormalize: expected uint8 images, got {array.dtype}; is it in the pipeline twice?')
-            tensor = torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1)))
-            images.append(tensor if self.keep_uint8 else tensor.float().div_(255).sub_(mean).div_(std))
-        data['img'] = images
+        if len({array.shape for array in arrays}) == 1:
+            data['img'] = self._planes(arrays)
+        else:
+            data['img'] = [self._planes([array])[0] for array in arrays]
         data['img_norm_cfg'] = dict(mean=self.mean, std=self.std, to_rgb=True, applied=not self.keep_uint8)
         return data
+
+    def _planes(self, arrays: List[np.ndarray]) -> torch.Tensor:
+        height, width = arrays[0].shape[:2]
+        planes = np.empty((len(arrays), 3, height, width), np.uint8 if self.keep_uint8 else np.float32)
+        for array, image in zip(arrays, planes):
+            array = np.ascontiguousarray(array)
+            for channel, plane in enumerate(image):
+                if self.keep_uint8:
+                    cv2.extractChannel(array, channel, dst=plane)
+                else:
+                    cv2.LUT(cv2.extractChannel(array, channel), self.table[channel], dst=plane)
+        return torch.from_numpy(planes)
 
 
 @PIPELINES.register_module()
@@ -162,7 +185,8 @@ class GridMask:
     """Blank a regular grid of stripes in all images of a sample (the same mask for each camera).
 
     Chen et al., "GridMask Data Augmentation" (arXiv:2001.04086). Works on (H, W, 3) arrays before ImageNormalize (blank =
-    black) and on (3, H, W) tensors after it (blank = the mean colour). Every draw comes from numpy's global generator.
+    black) and on (3, H, W) tensors after it (blank = the mean colour; of its nearest 8-bit value if ImageNormalize keeps uint8).
+    Every draw comes from numpy's global generator.
 
     Args:
         use_h, use_w: stripes along the height / the width.
@@ -216,6 +240,12 @@ class GridMask:
         mask = mask[top:top + height, left:left + width]
         return 1 - mask if self.mode == 1 else mask
 
+    @staticmethod
+    def _mean_colour(data: Dict[str, Any], keep: torch.Tensor) -> torch.Tensor:
+        """(3, H, W) uint8: the mean colour where ``keep`` is 0."""
+        mean = torch.tensor(data['img_norm_cfg']['mean']).mul(255).round().to(torch.uint8)
+        return mean.view(3, 1, 1) * (1 - keep)
+
     def __call__(self, data: Dict[str, Any]) -> Dict[str, Any]:
         if data.get('img') is None or np.random.rand() >= self.prob:
             return data
@@ -230,10 +260,15 @@ class GridMask:
         if self.offset:
             if not channels_first:
                 raise ValueError('GridMask: offset=True fills with noise around zero; put it after ImageNormalize')
+            if first.dtype == torch.uint8:
+                raise ValueError('GridMask: offset=True fills with noise around zero, which 8-bit images cannot hold; set '
+                                 'keep_uint8 of ImageNormalize to false')
             noise = torch.from_numpy(2 * (np.random.rand(height, width) - 0.5) * (1 - mask)).to(first.dtype)
         if channels_first:
             keep = torch.from_numpy(np.ascontiguousarray(mask))
-            data['img'] = [image * keep.to(image.dtype) + (0 if noise is None else noise) for image in data['img']]
+            blank = self._mean_colour(data, keep) if first.dtype == torch.uint8 else 0 if noise is None else noise
+            images = [image * keep.to(image.dtype) + blank for image in data['img']]
+            data['img'] = torch.stack(images) if isinstance(data['img'], torch.Tensor) else images
         else:
             data['img'] = [image * mask[:, :, None].astype(image.dtype) for image in data['img']]
         return data

@@ -1,62 +1,47 @@
 """Loading of camera images and annotations (points, radar and maps have files of their own)."""
 from __future__ import annotations
 
-import os
 from typing import Any, Dict
 
 import numpy as np
-from PIL import Image
 
 from ...registry import PIPELINES
 from .common import CREATE_DATA, require
-
-
-def read_image(path: str) -> Image.Image:
-    """A decoded 8-bit RGB Pillow image.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        OSError: if it cannot be decoded to the end; the message names the file and its size.
-    """
-    try:
-        with Image.open(path) as image:
-            return image.convert('RGB')  # decodes; a no-copy pass for RGB files
-    except FileNotFoundError:
-        raise FileNotFoundError(f'image {path!r} does not exist; check dataset_root and that all blobs are unpacked') from None
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow's decoders raise any of these for damaged files
-        size = os.path.getsize(path) if os.path.isfile(path) else 'no'
-        raise OSError(f'image {path!r} ({size} bytes) cannot be decoded: {error}. The file is damaged or cut off; '
-                      f'copy it again') from error
+from .images import EncodedImage, open_image, read_image
 
 
 @PIPELINES.register_module()
 class LoadMultiViewImageFromFiles:
     """Decode the N camera images named by ``image_paths``.
 
-    Sets ``img`` (list of N RGB uint8 Pillow images, not resized), ``filename``, ``ori_shape`` / ``img_shape`` /
+    Sets ``img`` (list of N images (H, W, 3) uint8 RGB, not resized), ``filename``, ``ori_shape`` / ``img_shape`` /
     ``pad_shape`` as (W, H) of the first image, ``scale_factor`` and ``img_aug_matrix`` (N identities, 4x4 float32).
     A sample without ``image_paths`` (no camera in use) passes unchanged.
 
     Args:
+        reduced: let :class:`ImageAug3D` decode JPEG files to a half (a quarter, an eighth) of their size where the new size is
+            not larger than that. Less work; pixels differ by about one grey level on average from those of the whole image.
         to_float32, color_type: accepted because configurations write them; images are always RGB uint8, and become
             float where they are normalised, after resizing.
     """
 
-    def __init__(self, to_float32: bool = False, color_type: str = 'unchanged'):
+    def __init__(self, to_float32: bool = False, color_type: str = 'unchanged', reduced: bool = False):
         if color_type not in ('unchanged', 'color'):
             raise ValueError(f"LoadMultiViewImageFromFiles: color_type must be 'unchanged' or 'color', got {color_type!r}")
         self.to_float32 = to_float32
         self.color_type = color_type
+        self.reduced = reduced
 
     def __call__(self, data: Dict[str, Any]) -> Dict[str, Any]:
         paths = data.get('image_paths')
         if not paths:
             return data
-        images = [read_image(path) for path in paths]
+        images = [(open_image if self.reduced else read_image)(path) for path in paths]
         data['filename'] = list(paths)
         data['img'] = images
+        first = images[0]
         for key in ('ori_shape', 'img_shape', 'pad_shape'):
-            data[key] = images[0].size
+            data[key] = first.size if isinstance(first, EncodedImage) else (first.shape[1], first.shape[0])
         data['scale_factor'] = 1.0
         data['img_aug_matrix'] = [np.eye(4, dtype=np.float32) for _ in images]
         return data

@@ -13,6 +13,7 @@ from .context import Context
 COUNTS = {'log_config.interval': 1, 'evaluation.interval': 1, 'data.samples_per_gpu': 1, 'data.workers_per_gpu': 0,
           'optimizer_config.cumulative_iters': 1, 'max_epochs': 1, 'runner.max_epochs': 1}
 NUMBERS = ('optimizer.lr', 'optimizer.weight_decay')
+COMPRESSIONS = ('fp16', 'bf16')
 
 
 def number_problem(value: Any) -> Optional[str]:
@@ -29,6 +30,18 @@ def whole_problem(value: Any, least: int) -> Optional[str]:
     return None
 
 
+def bucket_problem(value: Any) -> Optional[str]:
+    """MiB of gradients per exchange."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        return f'must be a number of MiB > 0 or null, got {value!r} (25 by default)'
+    return None
+
+
+def compression_problem(value: Any) -> Optional[str]:
+    """The type in which gradients are exchanged."""
+    return None if value in COMPRESSIONS else f'must be {" or ".join(COMPRESSIONS)}, or null (gradients as they are), got {value!r}'
+
+
 def check_values(c: Context) -> None:
     for key in NUMBERS:
         problem = number_problem(c.get(key)) if c.has(key) else None
@@ -39,6 +52,10 @@ def check_values(c: Context) -> None:
         problem = whole_problem(value, least) if value is not None else None
         if problem and not (key == 'runner.max_epochs' and value == c.get('max_epochs')):  # it follows that, which has its error
             c.error(key, problem, {key: least})
+    for key, problem_with in (('dist_params.bucket_cap_mb', bucket_problem), ('dist_params.compression', compression_problem)):
+        problem = problem_with(c.get(key)) if c.get(key) is not None else None
+        if problem:
+            c.error(key, problem)
     clip = c.get('optimizer_config.grad_clip')
     if clip is not None and not isinstance(clip, Mapping):
         c.error('optimizer_config.grad_clip', f'must be a mapping such as {{max_norm: 35, norm_type: 2}} or null, got {clip!r}')

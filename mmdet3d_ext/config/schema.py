@@ -61,7 +61,7 @@ _SECTIONS = {
     'auto_scale_lr': 'enable base_batch_size',
     'amp': 'dtype loss_scale enabled',
     'ema': 'decay momentum evaluate warm_up type enable enabled',
-    'dist_params': 'backend timeout stall_timeout',
+    'dist_params': 'backend timeout stall_timeout bucket_cap_mb compression',
     'fp16': 'enabled dtype loss_scale growth_interval init_scale',
     'optimizer_config': 'type grad_clip cumulative_iters detect_anomalous_params loss_scale distributed coalesce '
                         'bucket_size_mb',

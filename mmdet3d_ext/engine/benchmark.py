@@ -24,7 +24,8 @@ from .amp import AmpPlan
 from .hooks.guard import Guard
 from .hooks.optimizer import GuardedOptimizerHook, make_scaler
 from .launch import UserError, current
-from .parallel import StepModel, autocast, unpack_batch
+from .norm_layers import use_sync_bn
+from .parallel import StepModel, autocast, exchange_settings, unpack_batch
 from .run_dir import to_plain
 from .train import make_loader, make_model, make_optimizer, make_runner
 
@@ -217,8 +218,9 @@ class _Endless:
 
 def make_batches(cfg: Mapping[str, Any], samples: int, device: torch.device, points: int = REAL_POINTS,
                  cloud: Optional[torch.Tensor] = None, count: int = 2) -> List[Dict[str, Any]]:
-    """``count`` different random batches on the device (boxes stay on the CPU, as the pipeline leaves them)."""
-    return [random_batch(cfg, samples, device, seed, points, cloud) for seed in range(count)]
+    """``count`` different random batches on the device, others on every rank (boxes stay on the CPU, as the pipeline leaves them)."""
+    first = current().rank * count
+    return [random_batch(cfg, samples, device, seed, points, cloud) for seed in range(first, first + count)]
 
 
 def read_cloud(path: str, repeat: int = 1) -> torch.Tensor:
@@ -251,8 +253,8 @@ class Steps:
 
     def __init__(self, cfg: Mapping[str, Any], model: nn.Module, device: torch.device, samples: int, amp: AmpPlan):
         cfg, logger = _with_batch(cfg, samples), _quiet_logger()
-        self.model = model.to(device)
-        step = StepModel(self.model, device, amp.dtype, bool(cfg.get('find_unused_parameters')))
+        self.model = use_sync_bn(cfg, model, device)[0].to(device)
+        step = StepModel(self.model, device, amp.dtype, **exchange_settings(cfg))
         self.optimizer = make_optimizer(cfg, self.model, logger, samples * current().world_size)
         self.runner = make_runner(cfg, step, self.optimizer, None, 'benchmark', logger, {}, 10 ** 6)
         clip = (cfg.get('optimizer_config') or {}).get('grad_clip')
@@ -292,7 +294,7 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
         loader = None if batches is not None else make_loader(_with_batch(cfg, samples), cfg['data']['train'], 0, train=True)
         run(warmup)
         clock.milliseconds()
-        _reset_peak(device)
+        reset_peak(device)
         timing.waited, timing.left = 0.0, None
         begin = time.perf_counter()
         run(iterations)
@@ -300,7 +302,7 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
         seconds = time.perf_counter() - begin
         row = dict(mode='train', samples=samples, precision=precision_name, iterations=iterations, ranks=current().world_size,
                    step_ms=1e3 * seconds / iterations, samples_per_s=samples * iterations / seconds,
-                   data_wait_ms=1e3 * timing.waited / max(iterations - 1, 1), **_peak(device))
+                   data_wait_ms=1e3 * timing.waited / max(iterations - 1, 1), **peak(device))
         clock.milliseconds()
         row['parts'] = _medians(steps.model, clock, lambda: run(1), min(iterations, 10))
         row['host_waits'], row['wait_sites'], row['kernels'] = _host_waits(device, lambda: run(1), trace)
@@ -337,7 +339,7 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
 
         for _ in range(warmup):
             run()
-        _reset_peak(device)
+        reset_peak(device)
         latencies = []
         for _ in range(iterations):
             _wait(device)
@@ -348,10 +350,22 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
         median = statistics.median(latencies)
         row = dict(mode='infer', samples=samples, precision=precision_name, iterations=iterations, ranks=1, folded=fold,
                    step_ms=median, latency_ms={'median': median, 'p90': sorted(latencies)[int(0.9 * (len(latencies) - 1))]},
-                   samples_per_s=1e3 * samples / median, data_wait_ms=0.0, **_peak(device))
+                   samples_per_s=1e3 * samples / median, data_wait_ms=0.0, **peak(device))
         row['parts'] = _medians(model, clock, run, min(iterations, 10))
         row['host_waits'], row['wait_sites'], row['kernels'] = _host_waits(device, run, trace)
         return row
+
+
+def collectives(run: Callable[[], None]) -> Dict[str, int]:
+    """How often ``run`` calls each of torch's collectives, DistributedDataParallel's own included (``{'allreduce': 5}``)."""
+    from torch.profiler import ProfilerActivity, profile
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        run()
+    calls = collections.Counter()
+    for event in recorded.key_averages():
+        if event.key.startswith('c10d::'):
+            calls[event.key[len('c10d::'):].rstrip('_')] += event.count
+    return dict(calls)
 
 
 def _with_batch(cfg: Mapping[str, Any], samples: int) -> Dict[str, Any]:
@@ -373,12 +387,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _reset_peak(device: torch.device) -> None:
+def reset_peak(device: torch.device) -> None:
     if device.type == 'cuda':
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _peak(device: torch.device) -> Dict[str, Optional[float]]:
+def peak(device: torch.device) -> Dict[str, Optional[float]]:
     """What the caching allocator reported at most, MiB: handed out, and held (None on the CPU)."""
     if device.type != 'cuda':
         return {'peak_mib': None, 'peak_reserved_mib': None}

@@ -11,6 +11,8 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 import torch
 from torch import nn
 
+from ..over_ranks import alone
+
 Losses = Tuple[torch.Tensor, List[str], List[torch.Tensor]]  # total with graph, names, values
 
 
@@ -67,7 +69,8 @@ def trace(model: nn.Module, losses: Callable[[], Losses], batch: Mapping[str, An
         losses: one forward pass; gradients are taken, but nothing is added to ``.grad``.
         batch: the unpacked batch, to look at. names: the samples' tokens, for messages.
         backward: whether to take gradients; by default if the total loss is finite. Ranks that trace together must agree on
-            it, for SyncBatchNorm exchanges values in both directions.
+            it, for SyncBatchNorm exchanges values in both directions. Losses count this rank's objects alone: one whose attempt
+            ends with an error would leave the others waiting for its count.
     """
     finding = Finding(inputs=list(_bad_inputs(batch, names)))
     titles = {module: f'{name} ({type(module).__name__})' for name, module in model.named_modules() if name}
@@ -87,11 +90,12 @@ def trace(model: nn.Module, losses: Callable[[], Losses], batch: Mapping[str, An
     handles = [module.register_forward_hook(look, with_kwargs=True) for module in titles]
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     try:
-        total, loss_names, values = losses()
-        finding.losses = dict(zip(loss_names, torch.stack(values).tolist()))
-        if total.requires_grad and (math.isfinite(float(total.detach())) if backward is None else backward):
-            gradients = torch.autograd.grad(total, [p for _, p in parameters], allow_unused=True)
-            finding.parameters = [name for (name, _), g in zip(parameters, gradients) if g is not None and not is_finite(g)]
+        with alone():
+            total, loss_names, values = losses()
+            finding.losses = dict(zip(loss_names, torch.stack(values).tolist()))
+            if total.requires_grad and (math.isfinite(float(total.detach())) if backward is None else backward):
+                gradients = torch.autograd.grad(total, [p for _, p in parameters], allow_unused=True)
+                finding.parameters = [name for (name, _), g in zip(parameters, gradients) if g is not None and not is_finite(g)]
     except Exception as error:
         finding.error = f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'
     finally:

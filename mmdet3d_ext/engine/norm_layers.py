@@ -10,11 +10,12 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
+import torch
 from torch import nn
 
 from ..models.heads.segm.layers import MAX_GROUPS, group_count
 from .building import where
-from .launch import UserError
+from .launch import UserError, current
 
 SMALL_BATCH = 4  # samples per statistic below which the check speaks; the reference's recipes use 4 per GPU
 KEY = 'group_norm'
@@ -133,6 +134,18 @@ def use_group_norm(cfg: Mapping[str, Any], model: nn.Module) -> int:
         parent, _, last = name.rpartition('.')
         setattr(model.get_submodule(parent), last, _group_norm(module))
     return len(chosen)
+
+
+def use_sync_bn(cfg: Mapping[str, Any], model: nn.Module, device: torch.device) -> Tuple[nn.Module, int]:
+    """With the root key ``sync_bn`` and several ranks on GPUs every BatchNorm becomes SyncBatchNorm.
+
+    Returns:
+        the model, and how many ranks share a statistic.
+    """
+    ranks = current().world_size
+    if ranks == 1 or not cfg.get('sync_bn') or device.type != 'cuda':
+        return model, 1
+    return nn.SyncBatchNorm.convert_sync_batchnorm(model), ranks
 
 
 def _group_norm(norm: nn.Module) -> nn.GroupNorm:

@@ -12,11 +12,17 @@ import torch
 import torch.distributed as dist
 from mmcv.parallel import MODULE_WRAPPERS, DataContainer
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from ..checks.values import bucket_problem, compression_problem
+from .building import where
+from .launch import UserError
 from .rank_watch import beat
 
 LOSS_PREFIX = 'loss/'
+BUCKET_MB = 25  # torch's own default
+COMPRESSION = {'fp16': default_hooks.fp16_compress_hook, 'bf16': default_hooks.bf16_compress_hook}
 
 
 def unpack_batch(batch: Mapping[str, Any], device: torch.device) -> Dict[str, Any]:
@@ -131,6 +137,30 @@ def autocast(device: torch.device, dtype: Optional[torch.dtype]):
     return torch.autocast(device.type, dtype=dtype)
 
 
+def exchange_settings(cfg: Mapping[str, Any]) -> Dict[str, Any]:
+    """How the ranks of a configured training exchange gradients, as arguments of :class:`StepModel`.
+
+    Raises:
+        UserError: for a value of ``dist_params.bucket_cap_mb`` or ``dist_params.compression`` that is none.
+    """
+    section = cfg.get('dist_params') or {}
+    found: Dict[str, Any] = {'find_unused_parameters': bool(cfg.get('find_unused_parameters'))}
+    for key, problem_with in (('bucket_cap_mb', bucket_problem), ('compression', compression_problem)):
+        if section.get(key) is not None:
+            problem = problem_with(section[key])
+            if problem:
+                raise UserError(f'{where(cfg, f"dist_params.{key}")}: {problem}')
+            found[key] = section[key]
+    return found
+
+
+def finish_exchange(outputs: Dict[str, Any]) -> None:
+    """From here on the device has ``log_values`` and ``flags`` of a step's :meth:`StepModel.train_step` as those of all ranks."""
+    exchange = outputs.pop('exchange', None)
+    if exchange is not None:
+        exchange.wait()  # under NCCL the stream waits, not the host
+
+
 @MODULE_WRAPPERS.register_module()
 class StepModel(nn.Module):
     """The model as the runner sees it: ``train_step(batch, optimizer)``, ``val_step(batch, optimizer)`` and a plain call.
@@ -139,15 +169,29 @@ class StepModel(nn.Module):
     ranks, training goes through DistributedDataParallel's own forward (mmcv 1.7.2's wrapper calls parts of DDP that torch
     2.1 removed), and evaluation calls the model directly: ranks may hold different numbers of samples.
 
+    What the ranks exchange in a step, with docs/scaling.md for the reasons:
+
+    * the gradients, in buckets that are sent while the backward pass goes on. They are views of the buckets, so they are not copied,
+      and the optimizer, the clipping and the guard see the mean over ranks without another exchange;
+    * losses and flags, one small all-reduce beside the backward pass (:func:`finish_exchange`);
+    * counts that losses divide by, one per detection head (:mod:`..over_ranks`).
+
+    Buffers are never sent: statistics are shared in SyncBatchNorm or averaged at an epoch's end
+    (:class:`.hooks.buffers.BatchNormSyncHook`), and the others are constants. DDP's ``static_graph`` is not used: buckets follow the
+    order of the backward pass without it, and a group of accumulated steps (:meth:`no_sync`) is no static graph.
+
     Args:
         module: the model, on ``device``. In training ``module(**batch)`` gives a dict of losses, in evaluation a list.
         device: where batches go.
         amp_dtype: torch.float16, torch.bfloat16, or None for float32 training.
         find_unused_parameters: passed to DDP. False needs every trainable parameter in every sample's loss.
+        bucket_cap_mb: MiB of gradients per all-reduce. With the default the first one is of 1 MiB, as torch has it.
+        compression: ``'fp16'`` or ``'bf16'``: gradients are rounded to it, divided by the ranks and summed in it; half the bytes. None:
+            as they are.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, amp_dtype: Optional[torch.dtype] = None,
-                 find_unused_parameters: bool = False):
+                 find_unused_parameters: bool = False, bucket_cap_mb: float = BUCKET_MB, compression: Optional[str] = None):
         super().__init__()
         self.module = module
         self.device = device
@@ -156,7 +200,11 @@ class StepModel(nn.Module):
         forward = _TrainForward(module, device, amp_dtype)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             forward = DistributedDataParallel(forward, device_ids=[device.index] if device.type == 'cuda' else None,
-                                              broadcast_buffers=False, find_unused_parameters=find_unused_parameters)
+                                              broadcast_buffers=False, find_unused_parameters=find_unused_parameters,
+                                              gradient_as_bucket_view=True,
+                                              bucket_cap_mb=None if bucket_cap_mb == BUCKET_MB else bucket_cap_mb)
+            if compression is not None:
+                forward.register_comm_hook(None, COMPRESSION[compression])
         # In a tuple, so that the parameters are not registered a second time under another name.
         self._forward = (forward,)
         self._names: Optional[Tuple[str, ...]] = None
@@ -196,8 +244,9 @@ class StepModel(nn.Module):
         Returns:
             dict of ``loss`` (scalar with graph, this rank's), ``num_samples``, ``losses`` (the ``loss/`` values of the model, with graph), and
             ``log_names``/``log_values``: names and a float32 vector on the device, mean over ranks. With several ranks
-            ``flags``: a vector on the device, > 0 where any rank asks. Nothing is copied to the host here (see the optimizer
-            hook).
+            ``flags``: a vector on the device, > 0 where any rank asks. These two are under way until :func:`finish_exchange`: a rank
+            goes on to its backward pass without waiting for the others' forward pass. Nothing is copied to the host here (see the
+            optimizer hook).
         """
         beat()
         batch = unpack_batch(data, self.device)
@@ -210,10 +259,8 @@ class StepModel(nn.Module):
                    'local_values': local}
         if self.distributed:
             self._same_names(tuple(names))
-            mean = torch.cat([local, torch.tensor(flags, dtype=local.dtype).to(local.device, non_blocking=True)])
-            dist.all_reduce(mean)
-            mean /= dist.get_world_size()
-            outputs.update(log_values=mean[:len(names)], flags=mean[len(names):])
+            mean = torch.cat([local, torch.tensor(flags, dtype=local.dtype).to(local.device, non_blocking=True)]) / dist.get_world_size()
+            outputs.update(exchange=dist.all_reduce(mean, async_op=True), log_values=mean[:len(names)], flags=mean[len(names):])
         return outputs
 
     def losses_alone(self, data: Mapping[str, Any]) -> Tuple[torch.Tensor, List[str], List[torch.Tensor]]:

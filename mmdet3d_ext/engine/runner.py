@@ -17,6 +17,7 @@ from ..datasets.stream import batches
 from . import checkpoint as files
 from . import rank_state
 from .hooks.guard import RollBack
+from .parallel import finish_exchange
 from .stopping import Stopped, StopSignals
 
 
@@ -85,6 +86,7 @@ class CustomEpochBasedRunner(EpochBasedRunner):
             the values of ``extra``.
         """
         outputs = self.outputs
+        finish_exchange(outputs)
         values, names = outputs['log_values'], outputs['log_names']
         extra = [*(e.detach().reshape(1).to(values) for e in extra), *([outputs['flags']] if 'flags' in outputs else [])]
         numbers = torch.cat([values.detach(), *extra]).tolist()

@@ -38,8 +38,8 @@ from .hooks.optimizer import make_scaler
 from .launch import LOGGER_NAME, Launch, UserError, attach_rank_log, current
 from .log_files import LogFile
 from .map_labels import check_map_labels, check_object_labels
-from .norm_layers import check_norm_layers, use_group_norm
-from .parallel import StepModel
+from .norm_layers import check_norm_layers, use_group_norm, use_sync_bn
+from .parallel import StepModel, exchange_settings
 from .runner import CustomEpochBasedRunner
 from .seeding import agree_on_seed, derive, make_deterministic, seed_all
 from .stopping import StopSignals
@@ -125,11 +125,8 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     if val_loader is not None:
         check_object_labels(model, val_loader.dataset)
         check_map_labels(model, val_loader.dataset, evaluation=True)
-    samples = cfg['data']['samples_per_gpu']
-    if launch.world_size > 1 and cfg.get('sync_bn') and device.type == 'cuda':
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-        samples *= launch.world_size
-    check_norm_layers(cfg, model.train(), samples, logger)
+    model, sharing = use_sync_bn(cfg, model, device)
+    check_norm_layers(cfg, model.train(), sharing * cfg['data']['samples_per_gpu'], logger)
     logger.info('Model:\n%s\n%s', model, count_parameters(model))
     load_from = path_list(options.load_from or cfg.get('load_from'))
     loaded = []
@@ -141,7 +138,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     model.to(device)
 
     amp = plan_amp(cfg, device, logger)
-    wrapped = StepModel(model, device, amp.dtype, bool(cfg.get('find_unused_parameters')))
+    wrapped = StepModel(model, device, amp.dtype, **exchange_settings(cfg))
     accumulate = int((cfg.get('optimizer_config') or {}).get('cumulative_iters') or 1)
     optimizer = make_optimizer(cfg, model, logger, launch.world_size * cfg['data']['samples_per_gpu'] * accumulate)
     if loaded and options.load_optimizer:

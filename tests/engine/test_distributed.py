@@ -20,7 +20,7 @@ from mmdet3d_ext.config import load_config  # noqa: E402
 from mmdet3d_ext.engine import train as training  # noqa: E402
 from mmdet3d_ext.engine.checkpoint import read_checkpoint  # noqa: E402
 from mmdet3d_ext.engine.evaluate import evaluate  # noqa: E402
-from mmdet3d_ext.engine.parallel import StepModel  # noqa: E402
+from mmdet3d_ext.engine.parallel import StepModel, finish_exchange  # noqa: E402
 
 SCRIPT = str(REPO / 'tests' / 'engine' / 'engine_toy.py')
 CPU = torch.device('cpu')
@@ -67,6 +67,7 @@ def test_gradients_and_logged_values_are_those_of_the_whole_batch(tmp_path):
         own = data[2 * rank:2 * rank + 2]
         out = wrapped.train_step({'x': own, 'metas': [{}, {}]})
         out['loss'].backward()
+        finish_exchange(out)
         first = model.layer.weight.grad.clone()
         with wrapped.no_sync():  # stays local ...
             wrapped.train_step({'x': own, 'metas': [{}, {}]})['loss'].backward()

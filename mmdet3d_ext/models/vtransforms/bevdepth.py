@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ...geometry.grid import AxisSpec
+from ...over_ranks import count_over_ranks
 from ...registry import MODELS
 from .base import BaseDepthTransform, BaseTransform
 from .depth_net import DepthNet, DepthRefinement, depth_targets
@@ -55,7 +56,8 @@ class _DepthSupervised:
             # Rounding may leave a softmax value a hair above 1, which binary cross entropy refuses.
             entropy = F.binary_cross_entropy(prediction.clamp(0, 1), one_hot, reduction='none').sum(-1)
             # Weighted instead of indexed: attached to the graph even if no depth is known.
-            return self.depth_loss_factor * (entropy * known).sum() / known.sum().clamp(min=1)
+            total, ranks = (known.sum(), 1) if self.compat == 'reference' else count_over_ranks(known.sum())
+            return self.depth_loss_factor * (entropy * known).sum() / (total.clamp(min=1) / ranks)
 
     def forward(self, features: torch.Tensor, points=None, radar=None, **inputs):
         inputs.update(points=points, radar=radar)

@@ -13,6 +13,7 @@ from mmcv.runner import BaseModule
 from torch import Tensor, nn
 
 from ....geometry.on_device import constant
+from ....over_ranks import count_over_ranks
 from ....registry import BBOX_CODERS, MODELS
 from .head_grid import (
     box_class,
@@ -205,16 +206,18 @@ class CenterHead(BaseModule):
         losses: Dict[str, Tensor] = {}
         with torch.autocast(first.device.type, enabled=False):
             targets = self.get_targets(gt_bboxes_3d, gt_labels_3d, first.device)
+            counts = torch.stack([count for target in targets for count in (target['heatmap'].eq(1).sum(), target['mask'].sum())])
+            total, ranks = (counts.float(), 1) if self.compat == 'reference' else count_over_ranks(counts)
             for i, (pred, target) in enumerate(zip(preds, targets, strict=True)):
                 heatmap = target['heatmap']
                 losses[f'heatmap/task{i}'] = self.loss_cls(
-                    clipped_sigmoid(pred['heatmap'].float()), heatmap, avg_factor=heatmap.eq(1).sum().clamp(min=1).float())
+                    clipped_sigmoid(pred['heatmap'].float()), heatmap, avg_factor=total[2 * i].clamp(min=1) / ranks)
                 regressed = torch.cat([pred[name].float() for name in self.regressed], 1).flatten(2)      # (B, code, X*Y)
                 index = target['cells'][:, None].expand(-1, regressed.shape[1], -1)
                 regressed = regressed.gather(2, index).transpose(1, 2)                                    # (B, G, code)
                 weights = target['weights'] * constant(self.code_weights, target['weights'])
                 losses[f'bbox/task{i}'] = self.loss_bbox(regressed, target['boxes'], weights,
-                                                         avg_factor=target['mask'].sum().float() + 1e-4)
+                                                         avg_factor=(total[2 * i + 1] + 1e-4) / ranks)
         return losses
 
     # ---------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from mmcv.runner import BaseModule
 from torch import Tensor, nn
 
 from ....geometry.on_device import constant
+from ....over_ranks import count_over_ranks
 from ....registry import BBOX_ASSIGNERS, BBOX_CODERS, MODELS
 from .assigner import layer_slices
 from .head_grid import (
@@ -383,16 +384,17 @@ class TransFusionHead(BaseModule):
             preds = {name: value.float() if value.is_floating_point() else value for name, value in preds.items()}
             targets = self.get_targets(gt_bboxes_3d, gt_labels_3d, preds)
             heatmap = targets['heatmap']
-            losses = dict(loss_heatmap=self.loss_heatmap(
-                clipped_sigmoid(preds['dense_heatmap']), heatmap, avg_factor=heatmap.eq(1).sum().clamp(min=1).float()))
+            counts = torch.cat([heatmap.eq(1).sum().view(1), targets['num_pos']])
+            total, ranks = (counts.float(), 1) if self.compat == 'reference' else count_over_ranks(counts)
+            peaks, *layer_matches = (total.clamp(min=1) / ranks).unbind()
+            losses = dict(loss_heatmap=self.loss_heatmap(clipped_sigmoid(preds['dense_heatmap']), heatmap, avg_factor=peaks))
 
             regressed = torch.cat([preds[name] for name in self.regressed], 1).transpose(1, 2)  # (B, L*P, code size)
             weights = targets['bbox_weights'] * constant(self.code_weights, targets['bbox_weights'])
             for layer, part in enumerate(layer_slices(regressed.shape[1], self.num_decoder_layers)):
                 last = layer == self.num_decoder_layers - 1
                 name = 'layer_-1' if last else f'layer_{layer}'
-                matches = targets['num_pos'].sum() if self.compat == 'reference' else targets['num_pos'][layer]
-                matches = matches.clamp(min=1).float()
+                matches = total[1:].sum().clamp(min=1) if self.compat == 'reference' else layer_matches[layer]
                 logits = preds['heatmap'][..., part].transpose(1, 2).flatten(0, 1)            # (B*P, C)
                 losses[f'{name}_loss_cls'] = self.loss_cls(
                     logits, targets['labels'][:, part].flatten(), targets['label_weights'][:, part].flatten(),

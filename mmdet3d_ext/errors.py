@@ -4,6 +4,7 @@ from __future__ import annotations
 import io
 import linecache
 import re
+import select
 from pathlib import Path
 from types import FrameType
 from typing import Iterator, Optional, Tuple
@@ -70,3 +71,11 @@ def text_of(error: BaseException) -> str:
         name = error.filename or _file_in_use(error)
         return f'{name}: {error.strerror or text}' if name else text
     return f'{type(error).__name__}: {text}' if text else type(error).__name__
+
+
+def output_gone() -> bool:
+    """Whether the program that read this one's stdout or stderr has ended, as ``head`` does when it has enough."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

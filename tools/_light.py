@@ -1,11 +1,13 @@
-"""Lets a tool import parts of the package that need neither torch nor mmcv, without the package's own start.
+"""What the tools share: importing parts of the package that need neither torch nor mmcv, and how a tool ends.
 
 ``import mmdet3d_ext`` applies the version shims and registers every model, which takes seconds and fails where torch or mmcv
 do not load: just where the doctor, the launcher and the monitor are needed.
 """
+import os
 import sys
 import types
 from pathlib import Path
+from typing import Callable, NoReturn, Optional, Union
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -16,3 +18,43 @@ def use_package(name: str = 'mmdet3d_ext') -> None:
         package = types.ModuleType(name)
         package.__path__ = [str(REPO / name)]
         sys.modules[name] = package
+
+
+def end(main: Callable[[], Optional[int]]) -> NoReturn:
+    """Run a tool and end the program with its exit code.
+
+    Where nobody reads the output any more (``tool | head``) it ends silently with 141, the shell's code of SIGPIPE; output that
+    cannot be written (a full disk) is one line and exit code 1.
+    """
+    code: Union[int, str, None] = 0
+    try:
+        try:
+            code = main()
+        except SystemExit as ended:  # argparse
+            code = ended.code
+        try:
+            sys.stdout.flush()  # at the interpreter's end nobody could catch it
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _discard_output()
+            print(f'error: the output cannot be written: {error.strerror}', file=sys.stderr)
+            code = 1
+    except BrokenPipeError:
+        use_package()
+        from mmdet3d_ext.errors import output_gone
+        if not output_gone():
+            raise
+        _discard_output()
+        code = 141
+    sys.exit(code)
+
+
+def _discard_output() -> None:
+    """What is still in the buffers goes nowhere, so that the interpreter's end does not complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(nowhere, stream.fileno())

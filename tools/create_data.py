@@ -118,6 +118,8 @@ def main(argv=None) -> int:
     args = parse_args(argv)
     try:
         return {'nuscenes': make_nuscenes, 'fill-location': fill, 'check': check}[args.command](args)
+    except BrokenPipeError:  # see _light.end
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         from mmdet3d_ext.errors import raised_on_purpose, text_of
         if not isinstance(error, OSError) and not raised_on_purpose(error):
@@ -127,4 +129,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    from _light import end
+    end(main)

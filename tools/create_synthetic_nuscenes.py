@@ -75,4 +75,5 @@ def main(arguments=None) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    from _light import end
+    end(main)

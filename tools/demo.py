@@ -99,4 +99,5 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    from _light import end
+    end(main)

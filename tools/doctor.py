@@ -21,7 +21,7 @@ import argparse
 import sys
 from typing import List, Optional
 
-from _light import use_package
+from _light import end, use_package
 
 use_package()
 
@@ -68,4 +68,4 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    end(main)

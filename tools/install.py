@@ -251,4 +251,5 @@ def main(argv=None) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    from _light import end
+    end(main)

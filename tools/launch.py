@@ -13,8 +13,8 @@
 works here, shows what the ranks get in their environment, and leaves a supervisor behind that restarts the run from its newest
 good checkpoint after a crash. Every word that it does not know goes to tools/train.py.
 
-Exit codes: 0 done (status: the run lives, or has finished); 1 the run failed, or still lives after "stop"; 2 something to correct;
-3 (status) it has ended otherwise. With --foreground: the trainer's own.
+Exit codes: 0 done (status: the run lives, supervised or not, or has finished); 1 the run failed, or still lives after "stop";
+2 something to correct; 3 (status) it has ended otherwise. With --foreground: the trainer's own.
 """
 from __future__ import annotations
 
@@ -62,10 +62,15 @@ def parser() -> argparse.ArgumentParser:
     status = commands.add_parser('status', help='how a run is; without RUN: all of runs/')
     status.add_argument('run', nargs='?', help='run folder, or a folder that holds run folders')
     status.add_argument('--json', action='store_true', help='the state as JSON')
-    supervise = commands.add_parser('supervise')  # what "start" leaves behind
-    supervise.add_argument('run')
-    supervise.add_argument('--lock', type=int, required=True)
-    supervise.add_argument('--details', required=True)
+    return result
+
+
+def supervise_parser() -> argparse.ArgumentParser:
+    """Of what "start" leaves behind; no word for people."""
+    result = argparse.ArgumentParser(prog='launch.py supervise', allow_abbrev=False)
+    result.add_argument('run')
+    result.add_argument('--lock', type=int, required=True)
+    result.add_argument('--details', required=True)
     return result
 
 
@@ -75,13 +80,19 @@ def main(argv: Optional[List[str]] = None) -> int:
     from mmdet3d_ext.launching.state import LaunchToolError
     if words[:1] == ['start'] and len(words) > 1 and words[1].startswith('-') and words[1] not in ('-h', '--help'):
         return _mistake('the configuration comes first: launch.py start CONFIG -n N ...')
+    if words[:1] == ['supervise']:
+        return supervise(supervise_parser().parse_args(words[1:]))
     arguments, rest = parser().parse_known_args(words)
     if rest and arguments.action != 'start':
         return _mistake(f'unknown words: {shlex.join(rest)}')
     try:
-        return {'start': start, 'stop': stop, 'status': status, 'supervise': supervise}[arguments.action](arguments, rest)
+        return {'start': start, 'stop': stop, 'status': status}[arguments.action](arguments, rest)
     except LaunchToolError as error:
         return _mistake(str(error))
+    except BrokenPipeError:  # see _light.end
+        raise
+    except OSError as error:  # a full disk, a folder that somebody removes meanwhile
+        return _mistake(f'{error.filename or arguments.action}: {error.strerror or error}')
     except KeyboardInterrupt:
         return 130
 
@@ -98,16 +109,19 @@ def start(arguments: argparse.Namespace, rest: List[str]) -> int:
     if arguments.nproc < 1 or arguments.max_restarts < 0:
         return _mistake('-n must be at least 1 and --max-restarts at least 0')
     run_dir = os.path.abspath(arguments.run_dir or os.path.join('runs', Path(arguments.config).stem))
+    options, overrides = _train_words(arguments.config, rest)
+    _check_config_file(arguments.config)
+    _check_weights(options)
+    state.check_usable(run_dir)
+    nodes, first_rank = _nodes(arguments.nproc)
     visible, which = gpus.choose(arguments.nproc, arguments.gpus, os.environ)
     print(which)
     if state.supervised(run_dir):
         return _lives(run_dir)
-    options, overrides = _train_words(arguments.config, rest)
     _check_folder(run_dir, arguments.fresh, bool(options.resume_from or options.auto_resume))
     exports = launchers.exports(arguments.nproc, visible)
     if not arguments.skip_checks and not check(arguments.config, overrides, arguments.nproc, run_dir, exports):
         return _mistake('the checks above found problems; nothing was started. --skip-checks starts all the same')
-    nodes, first_rank = _nodes(arguments.nproc)
     choice = launchers.choose(arguments.nproc, arguments.launcher, exports, nodes=nodes)
     print(f'launcher: {choice.kind}, because {choice.why}')
     print('every rank gets:\n' + '\n'.join(f'  {name}={value}' for name, value in exports.items()))
@@ -142,6 +156,31 @@ def _train_words(config: str, rest: List[str]) -> Tuple[argparse.Namespace, List
 
     from mmdet3d_ext.engine import cli
     return cli.split(train_parser(), [config, *rest])
+
+
+def _check_config_file(path: str) -> None:
+    """Whether the configuration, and what it inherits, can be read at all; what it says is tools/check_config.py's matter."""
+    from mmdet3d_ext.config import ConfigError, inheritance, load_config
+    from mmdet3d_ext.config.yaml_source import load_yaml
+    from mmdet3d_ext.launching.state import LaunchToolError
+    try:
+        if path.endswith('.py'):
+            load_config(path)  # says why not
+        for file in inheritance(os.path.abspath(os.path.expanduser(path))):
+            load_yaml(file)
+    except ConfigError as error:
+        raise LaunchToolError(str(error)) from None
+
+
+def _check_weights(options: argparse.Namespace) -> None:
+    """Whether the checkpoints that the command names are there: the ranks would find out minutes later."""
+    from mmdet3d_ext.launching.state import LaunchToolError
+    load = options.load_from or ''
+    named = [('--load_from', path) for path in ([load] if os.path.exists(load) else load.strip('[]').split(',')) if path]
+    named += [('--resume_from', options.resume_from)] if options.resume_from not in (None, 'auto') else []
+    for option, path in named:
+        if not os.path.isfile(os.path.expanduser(path.strip())):
+            raise LaunchToolError(f'{option} {path.strip()}: there is no such file')
 
 
 def _check_folder(run_dir: str, fresh: bool, resumes: bool) -> None:
@@ -189,11 +228,19 @@ def check(config: str, overrides: List[str], ranks: int, run_dir: str, exports: 
 
 def _nodes(ranks: int) -> Tuple[List[str], int]:
     """torchrun's words for several machines, from the variables that OpenMMLab's users set: NNODES, NODE_RANK, MASTER_ADDR, PORT."""
-    count, number = int(os.environ.get('NNODES', '1')), int(os.environ.get('NODE_RANK', '0'))
+    count, number = _whole('NNODES', 1), _whole('NODE_RANK', 0)
     if count < 2:
         return [], 0
     return ['--nnodes', str(count), '--node_rank', str(number), '--master_addr', os.environ.get('MASTER_ADDR', '127.0.0.1'),
             '--master_port', os.environ.get('PORT', '29500')], number * ranks
+
+
+def _whole(name: str, default: int) -> int:
+    from mmdet3d_ext.launching.state import LaunchToolError
+    text = os.environ.get(name) or str(default)
+    if not text.isdigit():
+        raise LaunchToolError(f'{name} (a variable of the shell) must be a whole number, got {text!r}')
+    return int(text)
 
 
 def _supervisor(description: Any, details: dict, echo: bool) -> Any:
@@ -205,7 +252,7 @@ def _supervisor(description: Any, details: dict, echo: bool) -> Any:
                       first_pause=details['pause'])
 
 
-def supervise(arguments: argparse.Namespace, rest: List[str]) -> int:
+def supervise(arguments: argparse.Namespace) -> int:
     from mmdet3d_ext.launching import state
     os.set_inheritable(arguments.lock, False)  # this process holds the lock, the ranks do not
     return _supervisor(state.read(arguments.run), json.loads(arguments.details), echo=False).run()
@@ -246,8 +293,14 @@ def status(arguments: argparse.Namespace, rest: List[str]) -> int:
         return _mistake(f'{root}: no run here that was started by tools/launch.py')
     phases = []
     for folder in folders:
-        found = state.read(folder)
-        phase, message = control.real_phase(found)
+        try:
+            found = state.read(folder)
+            phase, message = control.real_phase(found)
+        except state.LaunchToolError as error:  # one of many that cannot be told must not hide the others
+            if len(folders) == 1:
+                raise
+            print(f'{folder}  unknown: {error}')
+            continue
         phases.append(phase)
         if arguments.json:
             print(json.dumps({**vars(found), 'phase': phase, 'message': message}))
@@ -255,9 +308,8 @@ def status(arguments: argparse.Namespace, rest: List[str]) -> int:
             print('\n'.join(control.status(folder)))
         else:
             print(f'{folder}  {phase}: {message}')
-    living = (state.STARTING, state.RUNNING, state.WAITING, state.STOPPING, state.FINISHED)
-    return 0 if any(phase in living for phase in phases) else 3
+    return 0 if any(phase in (*state.LIVING, state.FINISHED) for phase in phases) else 3
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    _light.end(main)

@@ -44,8 +44,8 @@ def main(argv: Optional[List[str]] = None) -> int:
 
     if arguments.compare and not arguments.html:
         return _mistake('--compare goes with --html FILE')
-    if arguments.follow is not None and arguments.follow <= 0:
-        return _mistake(f'--follow must be a number of seconds > 0, got {arguments.follow:g}')
+    if arguments.follow is not None and not 0 < arguments.follow <= 86400:
+        return _mistake(f'--follow must be a number of seconds from 0 to 86400 (a day), got {arguments.follow:g}')
     try:
         run = Run(arguments.run)
         if arguments.check:
@@ -64,6 +64,8 @@ def main(argv: Optional[List[str]] = None) -> int:
             sys.stdout.write(terminal.render(run, terminal.Style.of(sys.stdout, arguments.width)))
     except MonitorError as error:
         return _mistake(str(error))
+    except BrokenPipeError:  # see _light.end
+        raise
     except OSError as error:
         return _mistake(f'{error.filename or arguments.html}: {error.strerror}')
     except KeyboardInterrupt:
@@ -77,4 +79,4 @@ def _mistake(text: str) -> int:
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    _light.end(main)

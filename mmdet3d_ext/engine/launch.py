@@ -30,7 +30,7 @@ from typing import Callable, List, Mapping, Optional, Tuple
 import torch
 import torch.distributed as dist
 
-from ..errors import RankZeroError
+from ..errors import RankZeroError, output_gone
 from .log_files import LogFile, OwnWarnings, is_own_warning
 from .rank_watch import GRACE, STALL_TIMEOUT, RankWatch, Report, report_early, screen_is_shown, show_crashes
 
@@ -376,6 +376,8 @@ def run(program: Callable[[], Optional[int]], clean_errors: Tuple[type, ...] = (
     except KeyboardInterrupt as error:
         return _fail(f'{_tag()}interrupted', error, 130)
     except BaseException as error:
+        if isinstance(error, BrokenPipeError) and _watch is None and output_gone():
+            raise  # "tool | head": nothing is wrong; the tool's end takes care of it
         return _fail(''.join(f'{_tag()}{line}\n' for line in traceback.format_exc().rstrip().split('\n')), error,
                      getattr(error, 'exit_code', 1))
 

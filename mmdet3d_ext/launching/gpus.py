@@ -1,9 +1,11 @@
 """Which GPUs a run gets, so that two runs on one machine do not meet on one."""
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import List, Mapping, Optional, Tuple
 
 from .state import LaunchToolError
@@ -21,11 +23,14 @@ class Gpu:
     name: str
 
 
-def on_machine() -> List[Gpu]:
-    """The machine's GPUs; empty without a driver."""
+def on_machine(devices: str = '/dev') -> List[Gpu]:
+    """The machine's GPUs; empty without a driver. Containers may lack nvidia-smi: then what the driver has put into ``devices``
+    counts, with no memory in use as far as is known."""
     program = shutil.which('nvidia-smi')
     if program is None:
-        return []
+        names = [path.name for path in Path(devices).glob('nvidia*')] if Path(devices).is_dir() else []
+        return [Gpu(number, 0, 0, 'memory unknown: there is no nvidia-smi')
+                for number in sorted(int(name[6:]) for name in names if re.fullmatch(r'nvidia\d+', name))]
     try:
         done = subprocess.run([program, '--query-gpu=index,memory.used,memory.total,name', '--format=csv,noheader,nounits'],
                               capture_output=True, text=True, timeout=30)
@@ -49,16 +54,24 @@ def choose(ranks: int, wanted: Optional[str], env: Mapping[str, str], gpus: Opti
         None as value if there is nothing to set (no GPU on the machine).
 
     Raises:
-        LaunchToolError: too few GPUs, or too few free ones.
+        LaunchToolError: too few GPUs, too few free ones, or words that name none of the machine's.
     """
     gpus = on_machine() if gpus is None else gpus
     known = {str(gpu.index): gpu for gpu in gpus}
     if wanted is None and 'CUDA_VISIBLE_DEVICES' in env:
         return env['CUDA_VISIBLE_DEVICES'], f'CUDA_VISIBLE_DEVICES={env["CUDA_VISIBLE_DEVICES"]} as in this shell'
     if wanted is not None:
-        names = [name.strip() for name in wanted.split(',') if name.strip()]
+        names = [name.strip() for name in wanted.split(',')] if wanted.strip() else []
+        wrong = [name for name in names if not re.fullmatch(r'\d+', name)]
+        if wrong or len(set(map(int, names))) < len(names):
+            raise LaunchToolError(f'--gpus {wanted}: must be the numbers of GPUs, each once, such as 0,1 ("" for none); '
+                                  + (f'{wrong[0]!r} is none' if wrong else 'one is named twice'))
+        names = [str(int(name)) for name in names]
+        if names and not gpus:
+            raise LaunchToolError(f'--gpus {wanted}: there is no GPU on this machine (tools/doctor.py --only gpus); leave --gpus out to '
+                                  'train on the CPU')
         unknown = [name for name in names if name not in known]
-        if names and gpus and unknown:
+        if unknown:
             raise LaunchToolError(f'--gpus {wanted}: this machine has no GPU {", ".join(unknown)}; it has {", ".join(known)}')
         if names and len(names) < ranks:
             raise LaunchToolError(f'--gpus {wanted}: {ranks} processes need {ranks} GPUs, {len(names)} given')

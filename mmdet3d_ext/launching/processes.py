@@ -75,6 +75,14 @@ def signal_name(number: int) -> str:
         return f'signal {number}'
 
 
+def ending(code: int) -> str:
+    """``ended with exit code 1``, ``was killed by SIGKILL (...)``."""
+    if code >= 0:
+        return f'ended with exit code {code}'
+    hint = {signal.SIGKILL: ' (out of memory? "dmesg" tells; or by hand)', signal.SIGBUS: ' (/dev/shm full?)'}.get(-code, '')
+    return f'was killed by {signal_name(-code)}{hint}'
+
+
 def tail(path: str, lines: int = 15, most: int = 16384) -> str:
     """The last lines of a file, without the progress bars that were drawn over each other."""
     try:
@@ -95,3 +103,13 @@ def newest_checkpoint(folder: str) -> Optional[str]:
         return str(max(found, key=lambda path: path.stat().st_mtime)) if found else None
     except OSError:
         return None
+
+
+def newest_text(folder: str) -> str:
+    """``the newest checkpoint is ..., written 3 s ago``."""
+    newest = newest_checkpoint(folder)
+    try:
+        age = time.time() - os.path.getmtime(newest) if newest else 0.0
+    except OSError:  # replaced by a newer one just now
+        return newest_text(folder)
+    return f'the newest checkpoint is {newest}, written {max(0.0, age):.0f} s ago' if newest else 'there is no checkpoint'

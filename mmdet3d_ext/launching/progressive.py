@@ -18,7 +18,7 @@ from . import control
 from . import state as files
 from .processes import newest_checkpoint
 from .stages import Facts, Gate, Plan, Stage, as_dict, nearest_metric
-from .state import FAILED, FINISHED, STOPPED, LaunchToolError
+from .state import FAILED, FINISHED, STOPPED, UNSUPERVISED, LaunchToolError
 
 WAITING, TRAINING, DONE = 'waiting', 'training', 'done'
 EXIT_GATE = 5  # a gate was not met; 0 to 4 and 75 are the trainer's
@@ -216,7 +216,8 @@ class Progressive:
             return None
         found = files.read(stage.run_dir)
         same = found.command[-len(stage.words(load_from)):] == stage.words(load_from)
-        return (found.phase, found.message) if same and found.phase == FINISHED else None
+        phase, message = control.real_phase(found)
+        return (phase, message) if same and phase == FINISHED else None
 
     def _follow(self, stage: Stage, load_from: Optional[str]) -> Tuple[str, str]:
         """Start the stage, or find it at work, and wait for its end: (phase, message)."""
@@ -224,7 +225,7 @@ class Progressive:
         if there:
             found = files.read(stage.run_dir)
             control.check_host(found)
-            if control.real_phase(found)[0] == 'unsupervised':
+            if control.real_phase(found)[0] == UNSUPERVISED:
                 self.say(f'{stage.name}: its supervisor was killed; its processes are asked to write a checkpoint and end')
                 code, text = control.stop(stage.run_dir, 600.0)
                 if code:
@@ -254,7 +255,7 @@ class Progressive:
                 self.say(f'{stage.name}: {last}')
             if phase in (FINISHED, STOPPED, FAILED) and not files.supervised(stage.run_dir):
                 return phase, message
-            if phase == 'unsupervised':
+            if phase == UNSUPERVISED:
                 return FAILED, message
             time.sleep(self.poll)
 

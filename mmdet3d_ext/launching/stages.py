@@ -152,12 +152,12 @@ def read_plan(file: str) -> Plan:
     for number, found in enumerate(data['stages']):
         path = ('stages', number)
         if not isinstance(found, dict):
-            raise wrong(path, f'stage {number} must be a mapping with name and config, got {found!r}')
+            raise wrong(path, f'stage {number + 1} must be a mapping with name and config, got {found!r}')
         known(found, STAGE_KEYS, path)
         name, config, metric = text(found, 'name', path), text(found, 'config', path), text(found, 'metric', path, data.get('metric'))
         for key, value in (('name', name), ('config', config), ('metric', metric)):
             if value is None:
-                raise wrong(path, f'stage {number} has no {key!r}')
+                raise wrong(path, f'stage {number + 1} has no {key!r}')
         if not re.fullmatch(r'[A-Za-z0-9][\w.-]*', name) or name in (stage.name for stage in stages):
             raise wrong((*path, 'name'), f'key name must be a folder\'s name that no other stage has, got {name!r}')
         if not os.path.isfile(config):

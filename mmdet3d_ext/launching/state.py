@@ -17,11 +17,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from dataclasses import asdict, dataclass, field
 from typing import Any, Dict, List, Optional
 
 STARTING, RUNNING, WAITING, STOPPING = 'starting', 'running', 'waiting', 'stopping'  # the supervisor lives
 FINISHED, STOPPED, FAILED = 'finished', 'stopped', 'failed'  # it has ended
+UNSUPERVISED = 'unsupervised'  # it was killed, the ranks go on; in no file, see control.real_phase
+LIVING, ENDED = (STARTING, RUNNING, WAITING, STOPPING, UNSUPERVISED), (FINISHED, STOPPED, FAILED)
+LOCK_SECONDS = 0.5  # in which a look at the lock (supervised()) lets go of it
 
 
 class LaunchToolError(Exception):
@@ -30,7 +34,7 @@ class LaunchToolError(Exception):
 
 @dataclass
 class State:
-    """What ``state.json`` holds; times in seconds since 1970."""
+    """What ``state.json`` holds; times in seconds since 1970. ``stopped_code``: the trainer's exit code when asked to stop."""
 
     run_dir: str
     token: str
@@ -41,6 +45,7 @@ class State:
     command: List[str]
     exports: Dict[str, str]
     max_restarts: int
+    stopped_code: int = 0
     phase: str = STARTING
     message: str = ''
     supervisor: int = 0
@@ -98,23 +103,66 @@ def records(folder: str, ranks: int) -> Dict[int, Dict[str, Any]]:
     return found
 
 
+def check_usable(run_dir: str) -> None:
+    """Look whether a run could write its files to the absolute ``run_dir``; makes nothing.
+
+    Raises:
+        LaunchToolError: a file is in the way, or there is no permission.
+    """
+    for wanted in (launch_dir(run_dir), run_dir):
+        place = wanted
+        while not os.path.lexists(place):
+            place = os.path.dirname(place)
+        if not os.path.isdir(place):
+            raise _unusable(run_dir, f'{place} is {"a link to nowhere" if os.path.islink(place) else "no folder"}')
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise _unusable(run_dir, f'no permission to write in {place}')
+
+
+def _unusable(run_dir: str, why: str) -> LaunchToolError:
+    return LaunchToolError(f'{run_dir} cannot be the run folder: {why}. Give another one with --run-dir')
+
+
 def take_lock(run_dir: str) -> Optional[int]:
-    """The lock's descriptor, or None if a supervisor of this run lives. Its copies in child processes hold the lock as well."""
-    os.makedirs(launch_dir(run_dir), exist_ok=True)
-    descriptor = os.open(os.path.join(launch_dir(run_dir), 'lock'), os.O_RDWR | os.O_CREAT, 0o644)
+    """The lock's descriptor, or None if a supervisor of this run lives. Its copies in child processes hold the lock as well.
+
+    Raises:
+        LaunchToolError: the folder cannot be made or written.
+    """
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        return None
-    return descriptor
+        os.makedirs(launch_dir(run_dir), exist_ok=True)
+        descriptor = os.open(os.path.join(launch_dir(run_dir), 'lock'), os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise _unusable(run_dir, f'{error.filename}: {error.strerror}') from None
+    end = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(descriptor)
+                return None
+        time.sleep(0.05)
 
 
 def supervised(run_dir: str) -> bool:
-    """Whether a supervisor of this run lives."""
-    if not os.path.exists(os.path.join(launch_dir(run_dir), 'lock')):
+    """Whether a supervisor of this run lives. Reads only, so that it also tells of another user's run.
+
+    Raises:
+        LaunchToolError: that cannot be seen.
+    """
+    path = os.path.join(launch_dir(run_dir), 'lock')
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except (FileNotFoundError, NotADirectoryError):
         return False
-    descriptor = take_lock(run_dir)
-    if descriptor is not None:
+    except OSError as error:
+        raise LaunchToolError(f'{path}: {error.strerror}; run this as the user who started the run') from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the supervisor's is exclusive
+    except BlockingIOError:
+        return True
+    finally:
         os.close(descriptor)
-    return descriptor is None
+    return False

@@ -12,7 +12,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 from . import state as files
 from .launchers import Choice, environment, write_plan
-from .processes import kill_run, newest_checkpoint, of_run, send, signal_name, tail, wait_until
+from .processes import ending, kill_run, newest_checkpoint, newest_text, of_run, send, tail, wait_until
 from .state import FAILED, FINISHED, RUNNING, STARTING, STOPPED, STOPPING, WAITING, State
 
 POLL = 0.1  # seconds
@@ -72,7 +72,7 @@ class Supervisor:
     def run(self) -> int:
         """Returns the exit code for the operator: the trainer's own for an end that is no crash, else 1."""
         self._catch_signals()
-        self.state.supervisor, self.state.started = os.getpid(), time.time()
+        self.state.supervisor, self.state.started, self.state.stopped_code = os.getpid(), time.time(), self.codes.stopped
         crashes = 0
         while True:
             before = self._checkpoint_mark()
@@ -92,7 +92,7 @@ class Supervisor:
             self._phase(WAITING, f'{outcome.text}. Restart {self.state.restarts} in {pause:.0f} s from '
                                  f'{os.path.basename(newest) if newest else "the beginning (there is no checkpoint)"}')
             if wait_until(lambda: self.stop_asked is not None or self.kill_asked, pause):
-                return self._end(STOPPED, f'stopped while waiting for a restart; {self._newest_text()}', self.codes.stopped)
+                return self._end(STOPPED, f'stopped while waiting for a restart; {newest_text(self.state.run_dir)}', self.codes.stopped)
 
     def _final(self, outcome: Outcome) -> Optional[int]:
         """The exit code if this was the last attempt."""
@@ -100,7 +100,7 @@ class Supervisor:
         if code == 0 and outcome.rank is None:
             return self._end(FINISHED, 'trained to the end' if self.stop_asked is None else 'finished before it could stop', 0)
         if code == self.codes.save_failed:
-            return self._end(FAILED, f'the last checkpoint could not be written (disk full?); {self._newest_text()}', code)
+            return self._end(FAILED, f'the last checkpoint could not be written (disk full?); {newest_text(self.state.run_dir)}', code)
         if code == self.codes.gave_up:
             return self._end(FAILED, f'{outcome.text}: the training stopped itself, a restart would come to the same place; see '
                              f'{outcome.log}', code)
@@ -108,7 +108,7 @@ class Supervisor:
         if code in (self.codes.stopped, -signal.SIGTERM) or self.stop_asked is not None:
             why = 'stopped' if self.stop_asked is not None else 'stopped by a signal to a rank'
             how = '' if code == self.codes.stopped else ' without a last checkpoint'
-            return self._end(STOPPED, f'{why}{how}; {self._newest_text()}', self.codes.stopped)
+            return self._end(STOPPED, f'{why}{how}; {newest_text(self.state.run_dir)}', self.codes.stopped)
         if code == self.codes.mistake:
             return self._end(FAILED, f'{outcome.text}: something to correct, see {outcome.log}', code)
         return None
@@ -117,24 +117,33 @@ class Supervisor:
         state = self.state
         state.attempt += 1
         folder = files.attempt_dir(state.run_dir, state.attempt)
-        words = state.command + (list(self.resume) if state.attempt > 1 and state.restarts else [])
         log = os.path.join(folder, 'launcher.log')
-        plan = write_plan(folder, words, state.exports, state.ranks, self.codes.quiet, self.first_rank)
-        command = self.choice.command(state.ranks, sys.executable)
         record: Dict[str, Any] = {'attempt': state.attempt, 'started': time.time(), 'log': log}
         state.history.append(record)
         self._phase(STARTING, f'attempt {state.attempt}: {state.ranks} process(es) by {self.choice.kind}; log {log}')
         self.shown = 0
+        try:
+            self._start(folder, log)
+        except OSError as error:  # a full disk, no more processes: it may be over at the next attempt
+            outcome = Outcome(1, -1, f'{self.choice.kind} could not be started: {error.filename or folder}: {error.strerror}',
+                              os.path.join(files.launch_dir(state.run_dir), 'launch.log'))
+        else:
+            record['launcher'] = self.launcher.pid
+            self._watch(folder, log)
+            outcome = self._outcome(folder, log)
+        record.update(ended=time.time(), code=outcome.code, rank=outcome.rank, text=outcome.text)
+        self._write_state()
+        return outcome
+
+    def _start(self, folder: str, log: str) -> None:
+        state = self.state
+        words = state.command + (list(self.resume) if state.attempt > 1 and state.restarts else [])
+        plan = write_plan(folder, words, state.exports, state.ranks, self.codes.quiet, self.first_rank)
+        command = self.choice.command(state.ranks, sys.executable)
         with open(log, 'ab') as output:
             # A session of its own: the terminal's Ctrl-C reaches this process alone, which then stops the ranks in order.
             self.launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
                                              env=environment(state.token, plan, state.exports), start_new_session=True)
-        record['launcher'] = self.launcher.pid
-        self._watch(folder, log)
-        outcome = self._outcome(folder, log)
-        record.update(ended=time.time(), code=outcome.code, rank=outcome.rank, text=outcome.text)
-        self._write_state()
-        return outcome
 
     def _watch(self, folder: str, log: str) -> None:
         """Until the launcher and every process of the attempt have ended."""
@@ -217,13 +226,6 @@ class Supervisor:
             self._say('the log ends with:\n' + tail(log))
         return code
 
-    def _newest_text(self) -> str:
-        newest = newest_checkpoint(self.state.run_dir)
-        if newest is None:
-            return 'there is no checkpoint'
-        age = time.time() - os.path.getmtime(newest)
-        return f'the newest checkpoint is {newest}, written {age:.0f} s ago'
-
     def _checkpoint_mark(self) -> Optional[Tuple[str, float]]:
         newest = newest_checkpoint(self.state.run_dir)
         try:
@@ -281,14 +283,6 @@ class Supervisor:
         self.shown += len(data)
         if data:
             _to_screen(data)
-
-
-def ending(code: int) -> str:
-    """``ended with exit code 1``, ``was killed by SIGKILL (...)``."""
-    if code >= 0:
-        return f'ended with exit code {code}'
-    hint = {signal.SIGKILL: ' (out of memory? "dmesg" tells; or by hand)', signal.SIGBUS: ' (/dev/shm full?)'}.get(-code, '')
-    return f'was killed by {signal_name(-code)}{hint}'
 
 
 def last_error(log: str) -> str:

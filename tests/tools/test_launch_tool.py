@@ -79,8 +79,9 @@ def test_every_word_arrives_as_it_was_typed(tmp_path, folder):
     trainer.write_text('import json, os, sys\nopen(sys.argv[3] + "/words.json", "w").write(json.dumps(sys.argv))\n')
     words = ['--voxel_size', '[0.1, 0.1, 0.2]', '--optimizer', "{type: AdamW, note: 'a b'}", '--x', '$HOME;ls "*"', 'max_epochs=3']
     (tmp_path / folder).mkdir()
+    (tmp_path / 'c.yaml').write_text('')
     done = run_tool('start', 'c.yaml', '-n', 2, '--run-dir', tmp_path / folder, '--script', trainer, '--skip-checks', '--foreground',
-                    *words)
+                    *words, cwd=tmp_path)
     assert done.returncode == 0, done
     assert json.loads((tmp_path / folder / 'words.json').read_text())[4:] == words
 
@@ -99,6 +100,8 @@ def test_machine_and_configuration_are_checked_before_anything_starts(tmp_path, 
         return subprocess.CompletedProcess(command, doctor if 'doctor.py' in command[1] else check)
 
     monkeypatch.setattr(launch.subprocess, 'run', run)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'c.yaml').write_text('')
     code = launch.main(['start', 'c.yaml', '-n', '1', '--run-dir', str(tmp_path / 'run'), '--dry-run', '--gpus', '',
                         '--resume_from', 'auto', '--max_epochs', '3', '--deterministic'])
     assert code == (0 if starts else 2)
@@ -154,12 +157,29 @@ def test_which_gpus(ranks, wanted, env, machine, value):
         assert 'in use already: 0 (14000 MiB), 3 (600 MiB)' in words
 
 
-@pytest.mark.parametrize('ranks, wanted, words', [(3, None, '4, 2 free, in use: 0 (14000 of 32000 MiB used)'),
-                                                  (2, '1', '2 processes need 2 GPUs, 1 given'), (1, '9', 'no GPU 9; it has 0, 1, 2, 3')])
-def test_too_few_gpus(ranks, wanted, words):
+@pytest.mark.parametrize('ranks, wanted, words', [
+    (3, None, '4, 2 free, in use: 0 (14000 of 32000 MiB used)'), (2, '1', '2 processes need 2 GPUs, 1 given'),
+    (1, '9', 'no GPU 9; it has 0, 1, 2, 3'), (2, 'a,b', "must be the numbers of GPUs, each once, such as 0,1 (\"\" for none); 'a' is none"),
+    (2, '0,-1', "'-1' is none"), (2, '0,,1', "'' is none"), (1, ',', "'' is none"), (1, '0.5', "'0.5' is none"),
+    (2, '0,00', 'one is named twice'), (1, '\u0665', 'this machine has no GPU 5')])
+def test_words_that_name_no_gpus_of_this_machine(ranks, wanted, words):
     with pytest.raises(state.LaunchToolError) as error:
         gpus.choose(ranks, wanted, {}, FOUR)
     assert words in str(error.value)
+
+
+def test_gpus_are_not_taken_from_a_machine_without():
+    with pytest.raises(state.LaunchToolError, match='there is no GPU on this machine .* leave --gpus out to train on the CPU'):
+        gpus.choose(2, '0,1', {}, [])
+    assert gpus.choose(2, '', {}, []) == ('', 'GPUs none as asked')
+
+
+def test_gpus_are_seen_without_nvidia_smi(tmp_path, monkeypatch):
+    monkeypatch.setenv('PATH', str(tmp_path))
+    for name in ('nvidia1', 'nvidia0', 'nvidiactl', 'nvidia-uvm', 'null'):
+        (tmp_path / name).touch()
+    assert [gpu.index for gpu in gpus.on_machine(str(tmp_path))] == [0, 1] and gpus.on_machine(str(tmp_path / 'none')) == []
+    assert gpus.choose(2, '0,1', {}, gpus.on_machine(str(tmp_path)))[0] == '0,1'
 
 
 def test_the_driver_is_asked(tmp_path, monkeypatch):
@@ -181,12 +201,81 @@ def test_mistakes(tmp_path, words, text):
     assert done.returncode == 2 and text in done.stderr and 'Traceback' not in done.stderr, done
 
 
+def test_start_looks_at_files_and_folders_before_it_examines_the_machine(tmp_path, config):
+    """Whatever is wrong with them costs no minute of the doctor's, is one line, and leaves nothing behind."""
+    (tmp_path / 'file').write_text('')
+    (tmp_path / 'gone').symlink_to(tmp_path / 'nowhere')
+    (tmp_path / 'binary.yaml').write_bytes(b'\x89PNG\r\n\x1a\n\0')
+    (tmp_path / 'broken.yaml').write_text('a: [1, 2')
+    (tmp_path / 'folder').mkdir()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for words, text in [
+            (['none.yaml'], 'none.yaml: no such configuration file'), (['binary.yaml'], 'binary.yaml: cannot be read'),
+            (['broken.yaml'], 'broken.yaml:1'), (['folder'], 'folder: cannot be read'), (['x.py'], 'Python configurations'),
+            ([config, '--run-dir', 'file'], 'file cannot be the run folder: '),
+            ([config, '--run-dir', 'file/below'], '/file is no folder'), ([config, '--run-dir', 'gone'], '/gone is a link to nowhere'),
+            # to root /proc looks as if it could be written
+            ([config, '--run-dir', '/proc/x', '--skip-checks'], '/proc/x cannot be the run folder: '),
+            ([config, '--load_from', 'none.pth'], '--load_from none.pth: there is no such file'),
+            ([config, '--load_from', 'file,none.pth'], '--load_from none.pth'), ([config, '--gpus', 'a,b'], "'a' is none"),
+            ([config, '--resume_from', 'none.pth'], '--resume_from none.pth: there is no such file')]:
+        done = run_tool('start', *words, cwd=tmp_path)
+        assert done.returncode == 2 and text in done.stderr and len(done.stderr.splitlines()) == 1, (words, done)
+        assert 'doctor' not in done.stdout, words
+    done = run_tool('start', config, env=dict(os.environ, NNODES='two'), cwd=tmp_path)
+    assert done.returncode == 2 and "NNODES (a variable of the shell) must be a whole number, got 'two'" in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_folder_without_permission_is_told(tmp_path, monkeypatch):
+    """As root everything may be written, so the answer of the system is made up."""
+    folder = tmp_path / 'closed'
+    folder.mkdir()
+    access = os.access
+    monkeypatch.setattr(os, 'access', lambda path, mode: str(path) != str(folder) and access(path, mode))
+    for place in (folder, folder / 'run'):
+        with pytest.raises(state.LaunchToolError, match=f'no permission to write in {folder}. Give another one with --run-dir'):
+            state.check_usable(str(place))
+    state.check_usable(str(tmp_path / 'new' / 'run'))
+    assert not (tmp_path / 'new').exists()
+
+
+def test_the_lock_of_another_user_is_seen_or_told(tmp_path, monkeypatch):
+    held = state.take_lock(str(tmp_path))
+    opened, modes = os.open, []
+
+    def as_another_user(path, flags, *rest):
+        modes.append(flags & os.O_ACCMODE)
+        return opened(path, flags, *rest)
+
+    monkeypatch.setattr(os, 'open', as_another_user)
+    assert state.supervised(str(tmp_path)) and modes == [os.O_RDONLY] and not (tmp_path / 'none').exists()
+    os.close(held)
+    assert not state.supervised(str(tmp_path)) and not state.supervised(str(tmp_path / 'none'))
+
+    def refused(path, flags, *rest):
+        raise PermissionError(13, 'Permission denied', path)
+
+    monkeypatch.setattr(os, 'open', refused)
+    with pytest.raises(state.LaunchToolError, match='lock: Permission denied; run this as the user who started the run'):
+        state.supervised(str(tmp_path))
+
+
+def test_people_are_not_shown_what_start_calls(tmp_path):
+    for words in ([], ['--help'], ['frobnicate']):
+        done = run_tool(*words, cwd=tmp_path)
+        assert 'supervise' not in (done.stdout + done.stderr).replace('supervised or not', '').replace('supervisor', ''), words
+
+
 def test_status_of_all_runs(tmp_path, config):
     for name in ('a', 'b'):
         assert run_tool('start', config, '--run-dir', f'runs/{name}', '--script', TRAINER, '--skip-checks', '--foreground',
                         cwd=tmp_path).returncode == 0
     done = run_tool('status', cwd=tmp_path)
     assert done.returncode == 0 and [line.split()[1] for line in done.stdout.splitlines()] == ['finished:', 'finished:']
+    (tmp_path / 'runs' / 'b' / 'launch' / 'state.json').write_text('{"run')
+    done = run_tool('status', cwd=tmp_path)
+    assert done.returncode == 0 and 'runs/a  finished' in done.stdout and 'runs/b  unknown' in done.stdout
     done = run_tool('status', 'runs/a', '--json', cwd=tmp_path)
     assert json.loads(done.stdout)['phase'] == 'finished'
 
@@ -202,7 +291,7 @@ def test_the_tool_works_where_torch_does_not(tmp_path, config):
 @pytest.mark.parametrize('code, text', [(1, 'ended with exit code 1'), (-9, 'SIGKILL (out of memory?'), (-7, 'SIGBUS (/dev/shm full?)'),
                                         (-250, 'signal 250')])
 def test_how_a_rank_ended_in_words(code, text):
-    assert text in supervisor.ending(code)
+    assert text in processes.ending(code)
 
 
 def test_the_last_error_of_a_log(tmp_path):

@@ -243,7 +243,7 @@ def test_a_best_checkpoint_that_is_gone(bench):
     (lambda p: p['stages'][0].update(optimizer='keep'), 'no checkpoint to keep an optimizer from'),
     (lambda p: p['stages'][1].update(name='coarse'), "no other stage has, got 'coarse'"),
     (lambda p: p['stages'][1].update(gates=[{'metric': 'a'}]), 'a gate is {metric: M, at_least: number}'),
-    (lambda p: p.pop('metric'), "stage 0 has no 'metric'"),
+    (lambda p: p.pop('metric'), "stage 1 has no 'metric'"),
     (lambda p: p.update(load_from='nothing.pth'), 'checkpoint nothing.pth does not exist'),
     (lambda p: p.update(stages=[]), 'a list of at least one stage')])
 def test_mistakes_in_the_file(bench, change, text, monkeypatch):

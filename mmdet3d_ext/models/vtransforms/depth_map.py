@@ -11,6 +11,9 @@ import torch
 
 MIN_DEPTH = 1e-5  # metres; the nearest depth that is still in front of the camera
 MAX_DEPTH = 1e5
+# Points on no image go to entries behind the last pixel. Five of six points see a camera from outside: in a single entry they would
+# queue for one address (1.5 ms for 323,000 points on an H200).
+ASIDE = 4096
 
 
 def affine(matrix: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
@@ -45,7 +48,7 @@ def drawn_points(pixel: torch.Tensor, count: int, depth: Optional[torch.Tensor])
     """Which point each pixel shows: (count,) index along P, or P where there is none.
 
     Args:
-        pixel: (N, P) number of the pixel on which a point falls, ``count`` where it falls on none.
+        pixel: (N, P) number of the pixel on which a point falls, from ``count`` to ``count + ASIDE - 1`` where it falls on none.
         depth: (N, P): the nearest point is shown, the first of equally near ones; None: the last one.
 
     Only minima and maxima are scattered, so the result does not depend on the device or on the run, and nothing waits for the
@@ -54,16 +57,16 @@ def drawn_points(pixel: torch.Tensor, count: int, depth: Optional[torch.Tensor])
     points = pixel.shape[-1]
     flat, index = pixel.flatten(), torch.arange(points, device=pixel.device).expand_as(pixel).flatten()
     if depth is None:
-        last = index.new_full((count + 1,), -1).scatter_reduce_(0, flat, index, 'amax')[:-1]
+        last = index.new_full((count + ASIDE,), -1).scatter_reduce_(0, flat, index, 'amax')[:count]
         return torch.where(last < 0, points, last)
     nearest = nearest_depth(pixel, count, depth)
     index = torch.where(depth.flatten() == nearest[flat], index, points)
-    return index.new_full((count + 1,), points).scatter_reduce_(0, flat, index, 'amin')[:-1]
+    return index.new_full((count + ASIDE,), points).scatter_reduce_(0, flat, index, 'amin')[:count]
 
 
 def nearest_depth(pixel: torch.Tensor, count: int, depth: torch.Tensor) -> torch.Tensor:
-    """(count + 1,) smallest depth per pixel, infinity where no point falls; the last entry is of points outside."""
-    return depth.new_full((count + 1,), float('inf')).scatter_reduce_(0, pixel.flatten(), depth.flatten(), 'amin')
+    """(count + ASIDE,) smallest depth per pixel, infinity where no point falls; the last entries are of points outside."""
+    return depth.new_full((count + ASIDE,), float('inf')).scatter_reduce_(0, pixel.flatten(), depth.flatten(), 'amin')
 
 
 def expand_heights(points: torch.Tensor) -> torch.Tensor:
@@ -109,19 +112,20 @@ def draw_depth(points: torch.Tensor, lidar2image: torch.Tensor, img_aug_matrix: 
     u, v, depth = (torch.where(inside, value, 0.0) for value in (u, v, depth))  # NaN has no whole number
     camera = torch.arange(cameras, device=points.device)[:, None]
     row = v.long() * width + u.long()
-    pixel = torch.where(inside, camera * (height * width) + row, count)
+    aside = torch.arange(points.shape[0], device=points.device) % ASIDE
+    pixel = torch.where(inside, camera * (height * width) + row, count + aside)
 
     chosen = drawn_points(pixel, count, None if old else depth) if features or (old and bins is None) else None
     if bins is not None:
         lower, step, cells = (0.0, 1.0, bins[2]) if old else bins
         cell = ((depth - lower) / step).clamp(0, cells - 1).long()
-        hit = torch.where(inside, (camera * channels + cell) * (height * width) + row, count * channels)
-        drawn = points.new_zeros(count * channels + 1).scatter_(0, hit.flatten(), 1.0)[:-1]
+        hit = torch.where(inside, (camera * channels + cell) * (height * width) + row, count * channels + aside)
+        drawn = points.new_zeros(count * channels + ASIDE).scatter_(0, hit.flatten(), 1.0)[:count * channels]
     elif old:
         drawn = torch.cat([depth, depth.new_zeros(cameras, 1)], 1)  # one more point, of depth 0, for pixels without any
         drawn = drawn.gather(1, chosen.view(cameras, -1))
     else:
-        drawn = nearest_depth(pixel, count, depth)[:-1]
+        drawn = nearest_depth(pixel, count, depth)[:count]
         drawn = torch.where(drawn.isinf(), 0.0, drawn)
     drawn = drawn.view(cameras, channels, height, width)
     if not features:

@@ -4,10 +4,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
-WEIGHTS_AT_ONCE = 16 * 2 ** 20  # attention weights of one piece in `attend_in_pieces`: 64 MiB in float32
+# Ranges of keys in `attend_in_ranges`: 4 samples x 8 heads x 16 are several blocks of threads for each of a GPU's processors.
+MAX_RANGES = 16
 
 _ACTIVATIONS = {'relu': F.relu, 'gelu': F.gelu}
 
@@ -81,33 +81,82 @@ class TransformerDecoderLayer(nn.Module):
 def cross_attention(attention: nn.MultiheadAttention, query: Tensor, memory: Tensor) -> Tensor:
     """What ``attention(query, memory, memory)`` gives, (B, P, C), by the faster way.
 
-    With a few hundred queries and tens of thousands of keys, torch's fused float32 kernel has little to run in parallel in its
-    backward pass (24 ms a call at B = 4, P = 200, K = 32,400 on an H200). Half precision has another kernel without this fault.
+    With a few hundred queries and tens of thousands of keys, torch's fused float32 kernel has little to run in parallel: a block of
+    threads goes through all keys (24 ms for the backward pass of a call at B = 4, P = 200, K = 32,400 on an H200). Half
+    precision has another kernel without this fault.
     """
     half = torch.is_autocast_enabled(memory.device.type) or memory.dtype != torch.float32
     if memory.is_cuda and not half and torch.is_grad_enabled() and memory.shape[1] > 8 * query.shape[1]:
-        return attend_in_pieces(attention, query, memory)
+        return attend_in_ranges(attention, query, memory)
     return attention(query, memory, memory, need_weights=False)[0]
 
 
-def attend_in_pieces(attention: nn.MultiheadAttention, query: Tensor, memory: Tensor) -> Tensor:
-    """Plain attention over a few (sample, head) pairs at a time, whose weights are made again in the backward pass.
+def attend_in_ranges(attention: nn.MultiheadAttention, query: Tensor, memory: Tensor) -> Tensor:
+    """The same attention with the keys in ranges of equal length, each of which the fused kernel treats like one more head.
 
     Args:
         attention: ``batch_first``, with biases.
         query: (B, P, C). memory: (B, K, C), keys and values.
     """
     heads, dropout = attention.num_heads, attention.dropout if attention.training else 0.0
-    q, k, v = (F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2).flatten(0, 1)  # (B * heads, P or K, C / heads)
+    q, k, v = (F.linear(x, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, heads, P or K, C / heads)
                for x, weight, bias in zip((query, memory, memory), attention.in_proj_weight.chunk(3),
                                           attention.in_proj_bias.chunk(3), strict=True))
-    pairs = max(1, WEIGHTS_AT_ONCE // (q.shape[1] * k.shape[1]))
-    pieces = [checkpoint(_plain_attention, *piece, dropout, use_reentrant=False)
-              for piece in zip(q.split(pairs), k.split(pairs), v.split(pairs), strict=True)]
-    found = torch.cat(pieces).unflatten(0, (-1, heads)).transpose(1, 2).flatten(2)
-    return attention.out_proj(found)
+    ranges = max(n for n in range(1, MAX_RANGES + 1) if k.shape[2] % n == 0)
+    return attention.out_proj(_RangeAttention.apply(q, k, v, ranges, dropout).transpose(1, 2).flatten(2))
 
 
-def _plain_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+class _RangeAttention(torch.autograd.Function):
+    """softmax(q k^T / sqrt(E)) v over R ranges of keys at once: q (B, H, P, E), k and v (B, H, K, E) -> (B, H, P, E).
+
+    The ranges' results are joined by their log-sum-exp (Dao et al., Flash-Decoding, 2023). The backward pass of a softmax needs its
+    result and its log-sum-exp only, so each range is given those of the whole; d q is the sum over the ranges.
+    """
+
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, ranges: int, dropout: float) -> Tensor:
+        heads, queries = q.shape[1:3]
+        split = [_repeat(q, ranges), _split(k, ranges), _split(v, ranges)]
+        out, lse, *seeds = _kernel(*split, dropout)
+        part = lse[..., :queries].unflatten(1, (heads, ranges))                              # (B, H, R, P)
+        total = part.logsumexp(2, keepdim=True)
+        out = (out.unflatten(1, (heads, ranges)) * (part - total).exp().to(out.dtype)[..., None]).sum(2)
+        lse[..., :queries] = total.expand_as(part).flatten(1, 2)
+        ctx.save_for_backward(q, k, v, out, lse, *seeds)
+        ctx.settings = (ranges, dropout)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        q, k, v, out, lse, *seeds = ctx.saved_tensors
+        ranges, dropout = ctx.settings
+        to_q, to_k, to_v = _kernel_backward(_repeat(grad, ranges), _repeat(q, ranges), _split(k, ranges), _split(v, ranges),
+                                            _repeat(out, ranges), lse, seeds, dropout)
+        return to_q.unflatten(1, (-1, ranges)).sum(2), to_k.reshape(k.shape), to_v.reshape(v.shape), None, None
+
+
+def _repeat(x: Tensor, ranges: int) -> Tensor:
+    """(B, H, P, E) -> (B, H * R, P, E)."""
+    return x[:, :, None].expand(-1, -1, ranges, -1, -1).flatten(1, 2)
+
+
+def _split(x: Tensor, ranges: int) -> Tensor:
+    """(B, H, K, E) -> (B, H * R, K / R, E)."""
+    return x.unflatten(2, (ranges, -1)).flatten(1, 2)
+
+
+def _kernel(q: Tensor, k: Tensor, v: Tensor, dropout: float):
+    """torch's fused attention: the result, its log-sum-exp (maybe padded) and what dropout was drawn from."""
+    if q.is_cuda:
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, dropout)
+    if dropout:
+        raise NotImplementedError('attention in ranges has no dropout on the CPU')
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+
+
+def _kernel_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seeds, dropout: float):
+    if q.is_cuda:
+        return torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            grad, q, k, v, None, out, lse, *seeds, dropout, [True, True, True, False])[:3]
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, False)

@@ -11,6 +11,7 @@ Environment:
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,21 @@ def build_with_cuda() -> bool:
     return False
 
 
+def shared_cxx_runtime() -> list:
+    """The shared libstdc++ by its path, for the link line; empty where the compiler knows none.
+
+    Where a toolchain links libstdc++ statically (``-static-libstdc++`` in LDFLAGS, or no ``libstdc++.so`` beside ``libstdc++.a``), the
+    library would hold a second C++ runtime inside the one of torch. Their locales do not know each other's facets, and the first error
+    message with a number in it ends in a segmentation fault. Named before ``-lstdc++``, the shared one resolves all of it.
+    """
+    command = [*shlex.split(os.environ.get('CXX', 'c++')), '-print-file-name=libstdc++.so.6']
+    try:
+        path = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return [path] if os.path.isfile(path) else []
+
+
 def extension():
     cuda = build_with_cuda()
     archs = arch_list() if cuda else ''
@@ -110,7 +126,7 @@ def extension():
         sources,
         include_dirs=[str(ROOT / 'csrc'), str(generated)],
         extra_compile_args=flags,
-        extra_link_args=['-fopenmp'],
+        extra_link_args=['-fopenmp', *shared_cxx_runtime()],
         depends=headers,
     )
 

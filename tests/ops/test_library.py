@@ -27,6 +27,13 @@ def test_the_built_library_records_this_torch():
     assert f'torch={info["torch"]};' in torch.ops.mmdet3d_ext.build_info()
 
 
+def test_the_built_library_shares_the_cxx_runtime():
+    """With libstdc++ inside the library, the first error message with a number in it would crash (setup.py names the shared one)."""
+    assert b'\0libstdc++.so.6\0' in _library.library_path().read_bytes()
+    with pytest.raises(RuntimeError, match=r'got \[3, 2\]'):
+        torch.ops.mmdet3d_ext.voxel_coords(torch.zeros(3, 2), [0.0] * 3, [1.0] * 3, [2] * 3)
+
+
 def test_missing(tmp_path):
     with pytest.raises(ops.OpsUnavailableError, match=r'missing: .*_C\.so does not exist.*pip install --no-build-isolation'):
         _library.check_build(tmp_path / '_C.so', '2.7.1', None)

@@ -320,6 +320,55 @@ def test_bev_pool_equals_the_twin(device, channels):
     )
 
 
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float16, torch.bfloat16])
+def test_bev_pool_types(device, dtype):
+    feats, coords = pool_sample(points=20000)  # about five points a cell: sums of these integers are exact in float32
+    want = slow.bev_pool(feats.double(), coords, 3, 2, 7, 19).to(dtype)
+    mine = feats.to(device, dtype).requires_grad_()
+    got = ops.bev_pool(mine, coords.to(device).int(), 3, 2, 7, 19)
+    assert got.dtype == dtype and torch.equal(got.cpu(), want)
+    (grad,) = torch.autograd.grad(got, mine, torch.ones_like(got))
+    inside = ((coords >= 0) & (coords < torch.tensor([7, 19, 2, 3]))).all(1)
+    assert grad.dtype == dtype and torch.equal(grad.cpu(), inside[:, None].expand_as(grad).to(dtype))
+
+
+def test_bev_pool_non_contiguous_inputs_and_gradients(device):
+    feats, coords = (t.to(device) for t in pool_sample(channels=8))
+    wide = torch.stack([feats, feats + 1], -1).requires_grad_()
+    out = ops.bev_pool(wide[..., 0], torch.cat([coords, coords], 1)[:, :4], 3, 2, 7, 19)
+    assert torch.equal(out, ops.bev_pool(feats, coords, 3, 2, 7, 19))
+    grad = integers(out.shape, -8, 9, 3).to(device)
+    (dense,) = torch.autograd.grad(out, wide, grad, retain_graph=True)
+    strided = grad.permute(0, 2, 3, 4, 1).contiguous().permute(0, 4, 1, 2, 3)
+    assert torch.equal(torch.autograd.grad(out, wide, strided, retain_graph=True)[0], dense)
+    (expanded,) = torch.autograd.grad(out.sum(), wide, retain_graph=True)
+    assert torch.equal(expanded, torch.autograd.grad(out, wide, torch.ones_like(out))[0])
+
+
+def test_bev_pool_gradcheck(device):
+    feats, coords = pool_sample(points=30, channels=3)
+    feats, coords = feats.to(device).double().requires_grad_(), coords.to(device)
+    assert torch.autograd.gradcheck(lambda f: ops.bev_pool(f, coords, 2, 2, 4, 5), (feats,))
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.lists(st.tuples(*[st.integers(-2, 5)] * 4, st.integers(-9, 9)), max_size=60),
+    st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.integers(1, 18)),
+)
+def test_property_bev_pool_equals_the_twin(rows, grid):
+    table = torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
+    coords, feats = table[:, :4], table[:, 4:].double().repeat(1, 3).requires_grad_()
+    want = slow.bev_pool(feats, coords, *grid)
+    grad = integers(want.shape, -8, 9, 5).double()
+    for device in ['cpu'] + ['cuda'] * torch.cuda.is_available():
+        mine = feats.detach().to(device).requires_grad_()
+        got = ops.bev_pool(mine, coords.to(device), *grid)
+        assert torch.equal(got.cpu(), want)
+        (got_grad,) = torch.autograd.grad(got, mine, grad.to(device))
+        assert torch.equal(got_grad.cpu(), torch.autograd.grad(want, feats, grad, retain_graph=True)[0])
+
+
 def test_bev_pool_edges(device):
     for count in (0, 3):
         feats = torch.ones(count, 4, device=device, requires_grad=True)

@@ -168,3 +168,26 @@ def test_compiles_fullgraph(device):
         compiled = torch.compile(step, fullgraph=True, backend='aot_eager')
         for got, want in zip(compiled(points), step(points)):
             assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+def test_other_stream():
+    points = cloud(5000)
+    want = slow.hard_voxelize(points, RANGE[:3], SIZE, CELLS, 3, 200)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # the points arrive late on this stream
+        got = ops.voxelize(points.pin_memory().cuda(non_blocking=True), SIZE, RANGE, 3, 200)
+    stream.synchronize()
+    for a, b in zip(got, want):
+        assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.gpu
+def test_second_gpu():
+    if torch.cuda.device_count() < 2:
+        pytest.skip('needs two GPUs')
+    points = cloud(3000)
+    got = ops.voxelize(points.to('cuda:1'), SIZE, RANGE, 3, 200)
+    for a, b in zip(got, slow.hard_voxelize(points, RANGE[:3], SIZE, CELLS, 3, 200)):
+        assert a.device == torch.device('cuda:1') and torch.equal(a.cpu(), b)

@@ -17,7 +17,7 @@ from ..checks.types import OPTIMIZER_HOOKS, RUNNERS_OF_MMCV, runner_problem
 from ..datasets.stream import close
 from ..metrics import on_rank_zero
 from . import run_dir as run_dirs
-from .amp import AmpPlan, plan_amp
+from .amp import AmpPlan, choose_kernels, plan_amp
 from .building import building, running, where
 from .checkpoint import clean_leftovers, keep_optimizer, load_files, newest_checkpoint, path_list, read_checkpoint
 from .config_check import refuse_inconsistent
@@ -43,6 +43,8 @@ from .parallel import StepModel, exchange_settings
 from .runner import CustomEpochBasedRunner
 from .seeding import agree_on_seed, derive, make_deterministic, seed_all
 from .stopping import StopSignals
+
+FUSED = ('Adam', 'AdamW', 'SGD')  # optimizers with a fused form in every torch that is supported
 
 
 @dataclass
@@ -108,7 +110,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     seed = agree_on_seed(_seed(cfg, resume, options))
     if options.deterministic or cfg.get('deterministic'):
         make_deterministic()
-    torch.backends.cudnn.benchmark = bool(cfg.get('cudnn_benchmark'))
+    choose_kernels(cfg)
     seed_all(derive(seed, 0))  # the same on every rank, so that all build the same model
     meta = run_dirs.build_meta(cfg, seed, launch.world_size)
     _log_start(logger, cfg, meta, launch, device)
@@ -259,7 +261,10 @@ def count_parameters(model: nn.Module) -> str:
 
 
 def make_optimizer(cfg: Mapping[str, Any], model: nn.Module, logger: logging.Logger, batch: int) -> torch.optim.Optimizer:
-    """The configured optimizer; ``batch``: samples per update over all ranks."""
+    """The configured optimizer; ``batch``: samples per update over all ranks.
+
+    On a GPU those of :data:`FUSED` update all parameters in a few launches, unless ``optimizer.fused`` or ``foreach`` says how.
+    """
     settings = run_dirs.to_plain(cfg['optimizer'])
     scale = run_dirs.to_plain(cfg.get('auto_scale_lr')) or {}
     base = scale.get('base_batch_size')
@@ -274,6 +279,8 @@ def make_optimizer(cfg: Mapping[str, Any], model: nn.Module, logger: logging.Log
             logger.warning('\n%s\nThe effective batch is %d samples (ranks x samples_per_gpu x cumulative_iters), the recipe '
                            'was made for %d.\nIts learning rate %g stays; in proportion it would be %g (--auto_scale_lr.enable '
                            'true).\n%s', bar, batch, base, settings['lr'], settings['lr'] * factor, bar)
+    if settings.get('type') in FUSED and not {'fused', 'foreach'} & set(settings) and all(p.is_cuda for p in model.parameters()):
+        settings['fused'] = True
     with building('optimizer', cfg, settings):
         optimizer = build_optimizer(model, settings)
     merge_groups(optimizer)

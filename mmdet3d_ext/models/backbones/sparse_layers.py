@@ -50,13 +50,14 @@ class _StateLayout:
 
 @functools.lru_cache(maxsize=None)
 def sparse() -> types.SimpleNamespace:
-    """spconv's tensor type and our layer classes (``Tensor``, ``Sequential``, ``SubMConv3d``, ``SparseConv3d``, ``Block``).
+    """spconv's ``constants`` and ``Tensor`` type and our layer classes (``Sequential``, ``SubMConv3d``, ``SparseConv3d``, ``Block``).
 
     Raises:
         ImportError: if spconv 2 is not installed; the message says what to install.
     """
     try:
         import spconv.pytorch as spconv
+        from spconv import constants
     except ImportError as error:
         raise ImportError('SparseEncoder needs spconv 2: install "spconv" (CPU) or "spconv-cu126" (GPU), e.g. by '
                           f'`make install` ({error})') from error
@@ -84,7 +85,7 @@ def sparse() -> types.SimpleNamespace:
             out = self.conv2(out)
             return out.replace_feature(self.relu(self.bn2(out.features) + x.features))
 
-    return types.SimpleNamespace(Tensor=spconv.SparseConvTensor, Sequential=spconv.SparseSequential,
+    return types.SimpleNamespace(constants=constants, Tensor=spconv.SparseConvTensor, Sequential=spconv.SparseSequential,
                                  SubMConv3d=SubMConv3d, SparseConv3d=SparseConv3d, Block=Block)
 
 

@@ -32,7 +32,7 @@ from .hooks import (
     WeightAverageHook,
 )
 from .hooks.ema import AverageSteps
-from .hooks.guard import Guard
+from .hooks.guard import Guard, NonFiniteError
 from .hooks.logging import survive_full_disk
 from .hooks.optimizer import make_scaler
 from .launch import LOGGER_NAME, Launch, UserError, attach_rank_log, current
@@ -83,7 +83,8 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
         device: this rank's device, from :func:`.launch.start`.
 
     Raises:
-        UserError, CheckpointError: for what the user can correct. Anything else is a fault.
+        UserError, CheckpointError: for what the user can correct. NonFiniteError: the guard stopped the run, or it ended among
+            non-finite steps; its checkpoints are finite. Anything else is a fault.
     """
     options = options or Options()
     device = device or torch.device('cpu')
@@ -159,6 +160,9 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     ends = [runner.save_failed, runner.stopped and runner.stopped.why]
     if dist.is_initialized():
         dist.broadcast_object_list(ends, src=0)
+    verdict = getattr(runner.stateful.get('optimizer_hook'), 'verdict', None)  # the same on all ranks
+    if verdict and not any(ends):
+        raise NonFiniteError(verdict)
     return Result(folder, getattr(runner, 'metrics', {}), *ends)
 
 

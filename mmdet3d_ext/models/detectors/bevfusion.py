@@ -332,9 +332,9 @@ class BEVFusion(nn.Module):
             metas: list[B] of dict; its length is the batch size.
             return_loss: ignored (mmcv's convention); the module's mode decides.
             batch: ``img`` (B, N, 3, H, W) normalised, or uint8 with ``img_norm_cfg`` in the metas; ``points`` and ``radar``
-                list[B] of (P, F), the matrices ``camera_intrinsics, camera2ego, lidar2camera, camera2lidar, lidar2image, img_aug_matrix`` (B, N, 4, 4) and
-                ``lidar2ego, lidar_aug_matrix`` (B, 4, 4); in training ``gt_bboxes_3d`` and ``gt_labels_3d`` list[B],
-                ``gt_masks_bev`` (B, classes, X, Y), ``depths``. Others are ignored.
+                list[B] of (P, F); the matrices ``camera_intrinsics, camera2ego, lidar2camera, camera2lidar, lidar2image,
+                img_aug_matrix`` (B, N, 4, 4) and ``lidar2ego, lidar_aug_matrix`` (B, 4, 4); in training ``gt_bboxes_3d`` and
+                ``gt_labels_3d`` list[B], ``gt_masks_bev`` (B, classes, X, Y), ``depths``. Others are ignored.
 
         Returns:
             Training: ordered dict of ``loss/<task>/<name>`` (times the task's weight) and ``stats/<task>/<name>``.

@@ -5,11 +5,12 @@ import os
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 import numpy as np
+import torch
 from mmdet3d.core.points import BasePoints, get_points_type
 
 from ...geometry.transforms import homogeneous
 from ...registry import PIPELINES
-from .common import CREATE_DATA, check_compat, moved, require, warn_once
+from .common import CREATE_DATA, check_compat, move, require, warn_once
 
 RING, TIME = 4, 4  # the fifth value of a nuScenes point is the ring on disk and the time lag once loaded
 NUM_BEAMS = 32  # beams of the car's Velodyne HDL-32E
@@ -196,7 +197,7 @@ class LoadPointsFromMultiSweeps:
             key_time = require(data, 'timestamp', self, f'make the info file with: {CREATE_DATA}') / 1e6
         for sweep, cloud in zip(chosen, clouds):
             placed = append(cloud, self.remove_close, key_time - sweep['timestamp'] / 1e6)
-            placed[:, :3] = moved(placed, homogeneous(sweep['sensor2lidar_rotation'], sweep['sensor2lidar_translation']))
+            move(torch.from_numpy(placed), homogeneous(sweep['sensor2lidar_rotation'], sweep['sensor2lidar_translation']))
         points = _picked(points[:end], self.use_dim)
         data['points'] = type(key_frame)(points, points_dim=points.shape[1])
         return data

@@ -237,6 +237,7 @@ def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], t
     for name in ('persistent_workers', 'prefetch_factor', 'pin_memory', *(['unreadable'] if train else [])):
         if data.get(name) is not None:
             special.setdefault(name, run_dirs.to_plain(data[name]))
+    special.setdefault('persistent_workers', train)  # each would read the maps again in every epoch
     with building(key):
         return build_dataloader(dataset, samples, workers, shuffle=train, seed=seed, num_replicas=launch.world_size,
                                 rank=launch.rank, processes=launch.local_world_size, **special)

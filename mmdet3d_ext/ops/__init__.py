@@ -1,14 +1,13 @@
 """Operators with CPU and CUDA kernels (csrc/): voxelisation, point-to-voxel reduction, lift-splat pooling."""
 
 from ._library import OpsUnavailableError, available, build_info
-from .lift_splat import GeometryCache, SplatPlan, bev_pool, lift_splat, prepare_lift_splat
+from .lift_splat import SplatPlan, bev_pool, lift_splat, prepare_bev_pool, prepare_lift_splat
 from .mmdet3d_scatter import dynamic_scatter, patch_mmdet3d_scatter
 from .point_to_voxel import DynamicScatter, PointGroups, dynamic_point_to_voxel, group_points, reduce_points
 from .voxelize import dynamic_voxelize, voxelize
 
 __all__ = [
     'DynamicScatter',
-    'GeometryCache',
     'OpsUnavailableError',
     'PointGroups',
     'SplatPlan',
@@ -21,6 +20,7 @@ __all__ = [
     'group_points',
     'lift_splat',
     'patch_mmdet3d_scatter',
+    'prepare_bev_pool',
     'prepare_lift_splat',
     'reduce_points',
     'voxelize',

@@ -9,7 +9,6 @@ before y; height bins are laid out in channels, bin 0's C channels first.
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple, Optional, Sequence, Tuple, Union
 
 import numpy as np
@@ -108,38 +107,11 @@ def prepare_lift_splat(geometry: torch.Tensor, bounds: Sequence[AxisSpec], compa
     return SplatPlan(*parts, geometry.shape[0], tuple(grid[2]))
 
 
-class GeometryCache:
-    """Keeps the plan of the geometry seen last: reused while the very same, unmodified tensor (and grid) is given.
-
-    Contents are not compared: that would read every point and make the device wait. Whoever recomputes an equal geometry
-    passes a ``key`` that says so, e.g. the tokens of a fixed rig.
-    """
-
-    def __init__(self):
-        self.clear()
-
-    def clear(self) -> None:
-        self._geometry, self._state, self._plan = None, None, None
-
-    def plan(
-        self, geometry: torch.Tensor, bounds: Sequence[AxisSpec], compat: Optional[str] = None, key: object = None
-    ) -> SplatPlan:
-        """The plan for ``geometry``, computed only if it is not the one kept."""
-        grid = (str(bounds), compat, tuple(geometry.shape), geometry.device)
-        state = (grid, key) if key is not None else (grid, geometry.data_ptr(), geometry._version)
-        same = self._state == state and (key is not None or (self._geometry is not None and self._geometry() is geometry))
-        if not same:
-            self._plan = prepare_lift_splat(geometry, bounds, compat)
-            self._geometry, self._state = weakref.ref(geometry), state
-        return self._plan
-
-
 def lift_splat(
     depth: torch.Tensor,
     context: torch.Tensor,
     geometry: Union[torch.Tensor, SplatPlan],
     bounds: Optional[Sequence[AxisSpec]] = None,
-    cache: Optional[GeometryCache] = None,
     compat: Optional[str] = None,
 ) -> torch.Tensor:
     """Pool ``depth`` x ``context`` into BEV cells.
@@ -147,10 +119,9 @@ def lift_splat(
     Args:
         depth: (B, N, D, H, W) floating, the weight of each depth bin; may be float32 beside a half-precision context.
         context: (B, N, C, H, W) floating.
-        geometry: (B, N, D, H, W, 3) float32 lidar-frame metres, or a plan from :func:`prepare_lift_splat` (then ``bounds``,
-            ``cache`` and ``compat`` are not used).
+        geometry: (B, N, D, H, W, 3) float32 lidar-frame metres, or a plan from :func:`prepare_lift_splat` (then ``bounds``
+            and ``compat`` are not used).
         bounds: three axes (x, y, z), see :func:`prepare_lift_splat`.
-        cache: reuses the plan while the geometry is the same tensor.
         compat: see :func:`prepare_lift_splat`.
 
     Returns:
@@ -190,7 +161,7 @@ def lift_splat(
             f'shape {tuple(geometry.shape)}',
         )
         check(bounds is not None, op, 'bounds', 'three axes (x, y, z), each [lo, hi, step]', bounds)
-        plan = cache.plan(geometry, bounds, compat) if cache is not None else prepare_lift_splat(geometry, bounds, compat)
+        plan = prepare_lift_splat(geometry, bounds, compat)
     check_same_device(op, depth=depth, geometry=plan.cell)
     require(depth)
     if depth.dtype != context.dtype and depth.dtype != torch.float32:
@@ -202,13 +173,37 @@ def lift_splat(
     )
 
 
-def bev_pool(feats: torch.Tensor, coords: torch.Tensor, B: int, nz: int, nx: int, ny: int) -> torch.Tensor:
+def prepare_bev_pool(coords: torch.Tensor, B: int, nz: int, nx: int, ny: int) -> SplatPlan:
+    """The plan of :func:`bev_pool` for these coordinates: reuse it as long as they stay the same.
+
+    Args:
+        coords: (P, 4) int64: cell along x, y, z, then sample. Points outside the grid are dropped.
+        B, nz, nx, ny: samples and cells.
+
+    Raises:
+        ValueError: for a wrong shape or type.
+    """
+    check_tensor(coords, 'bev_pool', 'coords', '(P, 4)', 2)
+    check(coords.shape[1] == 4, 'bev_pool', 'coords', '(P, 4)', f'shape {tuple(coords.shape)}')
+    check(coords.dtype in (torch.int32, torch.int64), 'bev_pool', 'coords', 'int64', coords.dtype)
+    require(coords)
+    cells = [int(nx), int(ny), int(nz)]
+    return SplatPlan(*torch.ops.mmdet3d_ext.splat_plan_from_coords(coords.long(), int(B), cells), int(B), tuple(cells))
+
+
+def bev_pool(
+    feats: torch.Tensor,
+    coords: Union[torch.Tensor, SplatPlan],
+    B: Optional[int] = None,
+    nz: Optional[int] = None,
+    nx: Optional[int] = None,
+    ny: Optional[int] = None,
+) -> torch.Tensor:
     """Sum the features of points into the cells of a batch of grids.
 
     Args:
         feats: (P, C) floating.
-        coords: (P, 4) int64: cell along x, y, z, then sample. Points outside the grid are dropped.
-        B, nz, nx, ny: samples and cells.
+        coords, B, nz, nx, ny: as :func:`prepare_bev_pool` takes them; or ``coords`` alone is its plan.
 
     Returns:
         (B, C, nz, nx, ny).
@@ -217,18 +212,24 @@ def bev_pool(feats: torch.Tensor, coords: torch.Tensor, B: int, nz: int, nx: int
         ValueError: for wrong shapes, types or devices.
     """
     check_tensor(feats, 'bev_pool', 'feats', '(P, C)', 2)
-    check_tensor(coords, 'bev_pool', 'coords', '(P, 4)', 2)
+    if isinstance(coords, SplatPlan):
+        plan = coords
+    else:
+        check_tensor(coords, 'bev_pool', 'coords', '(P, 4)', 2)
+        check_same_device('bev_pool', feats=feats, coords=coords)
+        check(
+            coords.shape == (feats.shape[0], 4),
+            'bev_pool',
+            'coords',
+            f'({feats.shape[0]}, 4) as feats',
+            f'shape {tuple(coords.shape)}',
+        )
+        plan = prepare_bev_pool(coords, B, nz, nx, ny)
     check(
-        coords.shape == (feats.shape[0], 4),
-        'bev_pool',
-        'coords',
-        f'({feats.shape[0]}, 4) as feats',
-        f'shape {tuple(coords.shape)}',
+        plan.cell.shape[0] == feats.shape[0], 'bev_pool', 'coords', f'a plan for {feats.shape[0]} points', plan.cell.shape[0]
     )
-    check(coords.dtype in (torch.int32, torch.int64), 'bev_pool', 'coords', 'int64', coords.dtype)
-    check_same_device('bev_pool', feats=feats, coords=coords)
+    check_same_device('bev_pool', feats=feats, coords=plan.cell)
     require(feats)
-    cells = [int(nx), int(ny), int(nz)]
-    plan = torch.ops.mmdet3d_ext.splat_plan_from_coords(coords.long(), int(B), cells)
-    pooled = torch.ops.mmdet3d_ext.bev_pool(feats, *plan, int(B), cells)
-    return pooled.view(int(B), int(nz), feats.shape[1], int(nx), int(ny)).transpose(1, 2)
+    nx, ny, nz = plan.cells
+    pooled = torch.ops.mmdet3d_ext.bev_pool(feats, *plan.tensors, plan.batch, list(plan.cells))
+    return pooled.view(plan.batch, nz, feats.shape[1], nx, ny).transpose(1, 2)

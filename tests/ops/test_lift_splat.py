@@ -215,25 +215,22 @@ def test_gradcheck(device):
     assert torch.autograd.gradcheck(lambda d, c: ops.lift_splat(d, c, plan), inputs)
 
 
-def test_plan_and_cache(device):
+def test_a_plan_is_used_again(device):
     depth, context, geometry = (t.to(device) for t in sample())
-    want = ops.lift_splat(depth, context, geometry, BOUNDS)
     plan = ops.prepare_lift_splat(geometry, BOUNDS)
-    assert torch.equal(ops.lift_splat(depth, context, plan), want)
-    cache = ops.GeometryCache()
-    assert torch.equal(ops.lift_splat(depth, context, geometry, BOUNDS, cache=cache), want)
-    first = cache.plan(geometry, BOUNDS)
-    assert cache.plan(geometry, BOUNDS) is first
-    assert cache.plan(geometry, BOUNDS, compat='reference') is not first
-    assert cache.plan(geometry.clone(), BOUNDS) is not cache.plan(geometry, BOUNDS)
-    before = cache.plan(geometry, BOUNDS)
-    geometry += 1  # changed in place
-    assert cache.plan(geometry, BOUNDS) is not before
-    assert torch.equal(
-        ops.lift_splat(depth, context, geometry, BOUNDS, cache=cache), ops.lift_splat(depth, context, geometry, BOUNDS)
-    )
-    keyed = cache.plan(geometry, BOUNDS, key='rig')
-    assert cache.plan(geometry.clone(), BOUNDS, key='rig') is keyed and cache.plan(geometry, BOUNDS, key='other') is not keyed
+    for factor in (1, 3):
+        assert torch.equal(ops.lift_splat(depth * factor, context, plan), ops.lift_splat(depth * factor, context, geometry, BOUNDS))
+
+
+def test_a_plan_of_coordinates_is_used_again(device):
+    draw = torch.Generator().manual_seed(0)
+    coords = torch.stack([torch.randint(-1, n + 1, (200,), generator=draw) for n in (5, 7, 3, 2)], 1).to(device)
+    plan = ops.prepare_bev_pool(coords, 2, 3, 5, 7)
+    for seed in range(2):
+        feats = torch.randn(200, 4, generator=draw).to(device)
+        assert torch.equal(ops.bev_pool(feats, plan), ops.bev_pool(feats, coords, 2, 3, 5, 7)), seed
+    with pytest.raises(ValueError, match='a plan for 199 points'):
+        ops.bev_pool(feats[1:], plan)
 
 
 @pytest.mark.gpu

@@ -259,14 +259,17 @@ class BEVFusion(nn.Module):
         encoder, img = self.encoders['camera'], normalised(batch['img'], batch.get('metas'))
         if img.dim() != 5:
             raise ValueError(f'img must be (B, N, 3, H, W), got {tuple(img.shape)}')
+        matrices = {key: batch.get(key) for key in MATRICES}
+        rig = batch.get('rig')
+        if rig is None and hasattr(encoder['vtransform'], 'rig'):
+            rig = encoder['vtransform'].rig(matrices)  # now: later the host would wait for the backbone to read them
         x = encoder['backbone'](img.flatten(0, 1))
         if 'neck' in encoder:
             x = encoder['neck'](x)
         if isinstance(x, (list, tuple)):
             x = x[0]
-        matrices = {key: batch.get(key) for key in MATRICES}
         return encoder['vtransform'](x.unflatten(0, img.shape[:2]), points=batch.get('points'), radar=batch.get('radar'),
-                                     depths=batch.get('depths'), metas=batch.get('metas'), **matrices)
+                                     depths=batch.get('depths'), metas=batch.get('metas'), rig=rig, **matrices)
 
     def extract_points(self, sensor: str, clouds: List[torch.Tensor], batch_size: int) -> torch.Tensor:
         """Clouds list[B] of (P, F) -> (B, C, X, Y)."""

@@ -6,7 +6,7 @@ z up) after the BEV augmentation.
 """
 from __future__ import annotations
 
-from typing import Callable, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from torch import nn
 from ... import ops
 from ...geometry.grid import Axis, AxisSpec, BevGrid
 from .depth_map import affine, draw_depth, expand_heights
+from .rigs import RIG_MATRICES, RigCache, rig_key
 
 GRID_NAMES = ('dx', 'bx', 'nx', 'frustum')
 
@@ -52,6 +53,13 @@ def _brief(tensor: torch.Tensor) -> list:
     return tensor.tolist() if tensor.numel() <= 3 else list(tensor.shape)
 
 
+class VolumePlan(NamedTuple):
+    """What :meth:`BaseTransform.pool_volume` works out from positions: rows (P,) of the volume inside the grid, and their order."""
+
+    rows: torch.Tensor
+    plan: ops.SplatPlan
+
+
 class BaseTransform(nn.Module):
     """Geometry, pooling and the grid constants. Subclasses predict depth and context (:meth:`depth_and_context`).
 
@@ -71,6 +79,7 @@ class BaseTransform(nn.Module):
     name -> ``{checkpoint, model, differs}`` (three values, or the shape of a frustum).
 
     :meth:`add_grid` makes the transform pool on further grids, too; then its result is a mapping of maps.
+    :meth:`cache_rigs` makes predictions of a fixed rig work out its geometry once.
     """
 
     def __init__(self, in_channels: int, out_channels: int, image_size: Sequence[int], feature_size: Sequence[int],
@@ -102,6 +111,7 @@ class BaseTransform(nn.Module):
         self.downsample = bev_downsample(self.bev_channels, downsample)
         self.extra_grids: Dict[str, BevGrid] = {}
         self.extra_downsample = nn.ModuleDict()
+        self.rigs: Optional[RigCache] = None
 
     @property
     def bev_shape(self) -> Tuple[int, int]:
@@ -124,8 +134,22 @@ class BaseTransform(nn.Module):
         grid = BevGrid.parse(xbound, ybound, f'{own}: xbound/ybound')
         result = grid.downsample(downsample, f'{own}: xbound/ybound with downsample {downsample}')
         self.extra_grids[name] = grid
+        self.cache_rigs(self.rigs.most if self.rigs else 0)
         self.extra_downsample[name] = bev_downsample(self.bev_channels, downsample)
         return result
+
+    def cache_rigs(self, most: int) -> None:
+        """In evaluation keep the geometry of the last ``most`` sets of matrices, bit by bit; 0 (as after construction): none.
+
+        The results are exactly those without it. It pays where matrices repeat from frame to frame: a rig whose calibration is fixed
+        and whose augmentation is that of the test. nuScenes' ``camera2lidar`` holds the car's motion between the exposures and differs
+        in every sample.
+        """
+        self.rigs = RigCache(most) if most else None
+
+    def rig(self, inputs: Mapping[str, Any]) -> Any:
+        """:func:`~.rigs.rig_key` of a batch's matrices, None where it is not needed (see :meth:`cache_rigs`)."""
+        return None if self.training or self.rigs is None else rig_key(inputs)
 
     def on_grids(self, pool: Callable[[BevGrid], torch.Tensor]) -> Union[torch.Tensor, Dict[Optional[str], torch.Tensor]]:
         """``pool(grid)`` and the strided convolutions for every grid: the map, or by name with the main one under None."""
@@ -174,14 +198,40 @@ class BaseTransform(nn.Module):
             scaled = torch.cat([uvd[..., :2] * uvd[..., 2:], uvd[..., 2:]], -1)
             return affine(lidar_from_rays[spread], scaled)
 
-    def pool(self, depth: torch.Tensor, context: torch.Tensor, geometry: torch.Tensor,
+    def placed(self, inputs: Mapping[str, Any], volume: bool = False) -> Callable[[BevGrid], Any]:
+        """By grid, what :meth:`pool` (``volume``: :meth:`pool_volume`) takes as geometry: positions, or plans from the cache.
+
+        Args:
+            inputs: the batch's matrices; ``rig``: what :meth:`rig` gave for them, looked up here if it is missing.
+        """
+        def positions() -> torch.Tensor:
+            return self.geometry(*(inputs[name] for name in RIG_MATRICES))
+
+        if self.training or self.rigs is None:
+            found = positions()
+            return lambda grid: found
+        prepare = self.volume_plan if volume else self.plan
+
+        def plans() -> Dict[BevGrid, Any]:
+            found = positions()
+            return {grid: prepare(found, grid) for grid in (self.grid, *self.extra_grids.values())}
+
+        key = inputs.get('rig')
+        key = self.rig(inputs) if key is None else key
+        return self.rigs.get((key, volume, self.frustum.device, self.frustum.dtype), plans).__getitem__
+
+    def plan(self, geometry: torch.Tensor, grid: Optional[BevGrid] = None) -> ops.SplatPlan:
+        """The plan that :meth:`pool` makes for positions (B, N, D, H, W, 3)."""
+        return ops.prepare_lift_splat(geometry, self._bounds(grid), self.compat)
+
+    def pool(self, depth: torch.Tensor, context: torch.Tensor, geometry: Union[torch.Tensor, ops.SplatPlan],
              grid: Optional[BevGrid] = None) -> torch.Tensor:
         """Sum depth-weighted context over the cells.
 
         Args:
             depth: (B, N, D, H, W) weights.
             context: (B, N, C, H, W).
-            geometry: (B, N, D, H, W, 3).
+            geometry: (B, N, D, H, W, 3), or its :meth:`plan` on the grid.
             grid: where to (default: the main grid).
 
         Returns:
@@ -195,18 +245,28 @@ class BaseTransform(nn.Module):
             return self.bounds
         return [list(grid.x.as_bound()), list(grid.y.as_bound()), self.bounds[2]]
 
-    def pool_volume(self, volume: torch.Tensor, geometry: torch.Tensor, grid: Optional[BevGrid] = None) -> torch.Tensor:
-        """Sum given features: volume (B, N, D, H, W, C) at geometry (B, N, D, H, W, 3) -> (B, C * Z, X, Y) float32."""
-        batch, grid = volume.shape[0], grid or self.grid
+    def volume_plan(self, geometry: torch.Tensor, grid: Optional[BevGrid] = None) -> VolumePlan:
+        """The plan that :meth:`pool_volume` makes for positions (B, N, D, H, W, 3)."""
+        grid = grid or self.grid
         bounds, (nx, ny) = self._bounds(grid), grid.shape
         lower, step = (geometry.new_tensor([b[i] for b in bounds]) for i in (0, 2))
+        cell = (geometry - lower) / step
+        cell = cell.trunc() if self.compat == 'reference' else cell.floor()
+        inside = ((cell >= 0) & (cell < cell.new_tensor([nx, ny, self.z_axis.cells]))).all(-1)  # NaN is outside
+        rows = inside.flatten().nonzero().flatten()
+        sample = torch.div(rows, inside[0].numel(), rounding_mode='floor')
+        coords = torch.cat([cell.flatten(0, -2)[rows].long(), sample[:, None]], 1)
+        return VolumePlan(rows, ops.prepare_bev_pool(coords, len(geometry), self.z_axis.cells, nx, ny))
+
+    def pool_volume(self, volume: torch.Tensor, geometry: Union[torch.Tensor, VolumePlan],
+                    grid: Optional[BevGrid] = None) -> torch.Tensor:
+        """Sum given features: volume (B, N, D, H, W, C) at geometry (B, N, D, H, W, 3) -> (B, C * Z, X, Y) float32.
+
+        ``geometry`` may be a :meth:`volume_plan` on the grid.
+        """
         with torch.autocast(volume.device.type, enabled=False):
-            cell = (geometry - lower) / step
-            cell = cell.trunc() if self.compat == 'reference' else cell.floor()
-            inside = ((cell >= 0) & (cell < cell.new_tensor([nx, ny, self.z_axis.cells]))).all(-1)  # NaN is outside
-            sample = torch.arange(batch, device=cell.device).view(-1, 1, 1, 1, 1).expand(cell.shape[:-1])
-            coords = torch.cat([cell[inside].long(), sample[inside][:, None]], 1)
-            out = ops.bev_pool(volume[inside].float(), coords, batch, self.z_axis.cells, nx, ny)  # (B, C, Z, X, Y)
+            found = geometry if isinstance(geometry, VolumePlan) else self.volume_plan(geometry, grid)
+            out = ops.bev_pool(volume.flatten(0, 4)[found.rows].float(), found.plan)  # (B, C, Z, X, Y)
         return out.transpose(1, 2).flatten(1, 2)
 
     def depth_and_context(self, features: torch.Tensor, inputs: dict) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -229,7 +289,8 @@ class BaseTransform(nn.Module):
             features: (B, N, in_channels, H, W).
             points, radar: list[B] of (P, F), read by the depth-aware transforms; never changed.
             inputs: ``camera_intrinsics, camera2lidar, img_aug_matrix, camera2ego, lidar2image`` (B, N, 4, 4),
-                ``lidar_aug_matrix`` (B, 4, 4), ``depths`` (B, N, image height, image width) if there is a depth loss.
+                ``lidar_aug_matrix`` (B, 4, 4), ``depths`` (B, N, image height, image width) if there is a depth loss, ``rig``
+                as :meth:`placed` takes it.
 
         Returns:
             (B, C * Z, X, Y), with further grids a mapping as :meth:`on_grids` gives; or a pair of that and the depth loss
@@ -237,10 +298,9 @@ class BaseTransform(nn.Module):
         """
         inputs.update(points=points, radar=radar)
         self.check_inputs(features, inputs)
-        geometry = self.geometry(inputs['camera_intrinsics'], inputs['camera2lidar'], inputs['img_aug_matrix'],
-                                 inputs['lidar_aug_matrix'])
+        placed = self.placed(inputs)
         depth, context = self.depth_and_context(features, inputs)
-        return self.on_grids(lambda grid: self.pool(depth, context, geometry, grid))
+        return self.on_grids(lambda grid: self.pool(depth, context, placed(grid), grid))
 
     def check_inputs(self, features: torch.Tensor, inputs: dict) -> None:
         """Raise ValueError if a matrix is missing or the features do not have the configured size."""
@@ -248,7 +308,7 @@ class BaseTransform(nn.Module):
         if tuple(features.shape[-2:]) != self.feature_size:
             raise ValueError(f'{name}: image features are {tuple(features.shape[-2:])}, feature_size says '
                              f'{self.feature_size} (image_size {self.image_size}); align them with the backbone\'s stride')
-        for key in ('camera_intrinsics', 'camera2lidar', 'img_aug_matrix', 'lidar_aug_matrix'):
+        for key in RIG_MATRICES:
             if inputs.get(key) is None:
                 raise ValueError(f'{name}: the batch has no {key!r}; collect it in the pipeline (Collect3D meta_keys)')
 

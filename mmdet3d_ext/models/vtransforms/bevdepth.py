@@ -62,14 +62,13 @@ class _DepthSupervised:
     def forward(self, features: torch.Tensor, points=None, radar=None, **inputs):
         inputs.update(points=points, radar=radar)
         self.check_inputs(features, inputs)
-        geometry = self.geometry(inputs['camera_intrinsics'], inputs['camera2lidar'], inputs['img_aug_matrix'],
-                                 inputs['lidar_aug_matrix'])
+        placed = self.placed(inputs, volume=self.refinement is not None)
         depth, context = self.depth_and_context(features, inputs)
         if self.refinement is None:
-            bev = self.on_grids(lambda grid: self.pool(depth, context, geometry, grid))
+            bev = self.on_grids(lambda grid: self.pool(depth, context, placed(grid), grid))
         else:
             volume = self.refinement(torch.einsum('bndhw,bnchw->bndhwc', depth.float(), context.float()))
-            bev = self.on_grids(lambda grid: self.pool_volume(volume, geometry, grid))
+            bev = self.on_grids(lambda grid: self.pool_volume(volume, placed(grid), grid))
         if self.training and self.has_depth_loss:
             return bev, self.depth_loss(depth, inputs.get('depths'))
         return bev

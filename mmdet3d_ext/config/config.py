@@ -301,7 +301,7 @@ def _refuse_unknown_roots(tree: Dict[str, Any], sources: Mapping[Path, Source]) 
     helpers = tree.pop(HELPERS, None) or []
     unknown = [key for key in tree if not _known_root(key) and key not in helpers]
     used = set(_names(tree)) if unknown else set()
-    known = [*(key for key in schema.KNOWN if '.' not in key), *(key for key in tree if key in used)]
+    known = [*(key for key in schema.KNOWN if '.' not in key and key not in schema.IGNORED), *(key for key in tree if key in used)]
     for key in unknown:
         if key not in used and schema.replacement((key,)):
             raise ConfigError(f'{sources[(key,)]}: key {key!r} is of mmdet3d >= 1.1: {schema.replacement((key,))}')

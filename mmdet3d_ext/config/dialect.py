@@ -10,6 +10,8 @@ import inspect
 import warnings
 from typing import Any, Iterator, List, Mapping, Optional, Set, Tuple
 
+from . import schema
+
 # CenterPoint's radii as the reference writes them: squares of metres.
 SQUARED_RADII = [4, 12, 10, 1, 0.85, 0.175]
 # nuScenes' classes in the order that a TransFusion head without class_names assumes.
@@ -117,6 +119,9 @@ def _jitter(cfg: Any) -> Iterator[Finding]:
 
 
 def _without_effect(cfg: Any) -> Iterator[Finding]:
+    for key, reason in schema.IGNORED.items():
+        if cfg.get(key) is not None:
+            yield key, f'has no effect: {reason}; leave it out'
     for section, (keys, reason) in WITHOUT_EFFECT.items():
         settings = cfg.select(section)
         found = [key for key in keys if isinstance(settings, Mapping) and key in settings]

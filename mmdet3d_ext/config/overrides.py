@@ -210,5 +210,6 @@ def _check_new(node: Dict[Any, Any], path: Path, key: Key, override: Override, a
     if schema.replacement((*path, key)):
         raise ConfigError(f'{COMMAND_LINE}: {override.flag}: a key of mmdet3d >= 1.1: {schema.replacement((*path, key))}')
     where = f'in {dotted(path)!r}' if path else 'at the top'
+    allowed = [name for name in allowed if path or name not in schema.IGNORED]
     raise ConfigError(f'{COMMAND_LINE}: {override.flag}: unknown key {str(key)!r} {where}{hint(key, allowed, path)} '
                       f'({ALLOW_NEW} adds new keys)')

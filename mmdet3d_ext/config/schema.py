@@ -41,9 +41,17 @@ dataset_type dataset_root gt_paste_stop_epoch reduce_beams load_dim use_dim load
 voxel_size image_size augment2d augment3d object_classes map_classes map_labels depth_labels input_modality radar_sweeps
 radar_use_dims radar_max_points radar_voxel_size radar_compensate_velocity radar_filtering radar_normalize radar_jitter
 train_pipeline test_pipeline val_pipeline evaluation_pipeline model optimizer lr_config
-momentum_config runner custom_hooks ema workflow sync_bn group_norm find_unused_parameters dist_backend dist_params launcher
-log_level opencv_num_threads mp_start_method num_threads amp save_best profiler gpu_ids device
+momentum_config runner custom_hooks ema sync_bn group_norm find_unused_parameters dist_backend dist_params launcher
+log_level opencv_num_threads amp
 '''
+# Root keys that configurations of OpenMMLab hold and that mean nothing here -> why; accepted with a warning, never suggested.
+IGNORED = {
+    'gpu_ids': 'every process has one GPU: tools/launch.py -n and --gpus, or CUDA_VISIBLE_DEVICES, say which',
+    'device': 'a GPU is used if one is visible (CUDA_VISIBLE_DEVICES)',
+    'workflow': 'training evaluates by itself (evaluation.interval)', 'profiler': 'tools/benchmark.py times a step\'s parts',
+    'save_best': 'called evaluation.save_best here', 'mp_start_method': 'loader workers are forked',
+    'num_threads': 'OMP_NUM_THREADS and opencv_num_threads set them',
+}
 _SECTIONS = {
     'data': 'samples_per_gpu workers_per_gpu persistent_workers prefetch_factor pin_memory unreadable train val test '
             'train_dataloader val_dataloader test_dataloader',
@@ -78,7 +86,7 @@ def declare(key: str, children: Optional[Any] = None) -> None:
     KNOWN[key] = None if children is None else frozenset(children)
 
 
-for _key in _PLAIN.split():
+for _key in [*_PLAIN.split(), *IGNORED]:
     declare(_key)
 for _key, _children in _SECTIONS.items():
     declare(_key, _children.split())

@@ -5,7 +5,7 @@ import warnings
 import pytest
 from testing import REPO
 
-from mmdet3d_ext.config import load_config
+from mmdet3d_ext.config import ConfigError, load_config, schema
 
 # As a user of the reference has it: bare expressions, pipelines written out, keys that only some models read.
 ROOT = '''
@@ -234,6 +234,18 @@ def test_pasting_into_scenes_with_cameras(tmp_path, sensor):
 
 def test_a_key_that_nothing_reads(tmp_path):
     only(load(tmp_path, 'radar_jitter: 0.5\n')[1], r"key 'radar_jitter': has no effect")
+
+
+def test_keys_of_openmmlab_that_mean_nothing_here_are_accepted_and_never_suggested(tmp_path):
+    only(load(tmp_path, 'gpu_ids: [0, 1]\n')[1], r"key 'gpu_ids': has no effect: .*tools/launch\.py -n and --gpus.*; leave it out")
+    (tmp_path / 'empty.yaml').write_text('')
+    for word in ('gpu_id', 'gpus', 'devices', 'work_flow'):
+        with pytest.raises(ConfigError) as in_file:
+            load(tmp_path, f'{word}: 1\n')
+        with pytest.raises(ConfigError) as in_words:
+            load_config(str(tmp_path / 'empty.yaml'), [f'--{word}', '1'])
+        for error in (in_file, in_words):
+            assert not any(f"'{key}'" in str(error.value) for key in schema.IGNORED), error.value
 
 
 def test_keys_of_the_centerpoint_head_without_effect(tmp_path):

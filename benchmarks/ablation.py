@@ -433,8 +433,8 @@ def show_plan(wanted: Sequence[Row], form: Form, arguments: argparse.Namespace, 
     print(f'{len(trainings)} trainings of {epochs} x {form.epoch} steps, {arguments.jobs} at a time on {gpus} GPU(s); '
           f'{sum(form.frames)} key frames to render first if they are not there.\n'
           f'Assumed: {form.step_ms[0]:.0f} ms per step at 400 and {form.step_ms[1]:.0f} at 600 alone, {SHARING} times as many together; so '
-          f'{1000 * base:.0f} and {1000 * second:.0f} ms beside the others, {START:.0f} s per start, {evaluation_seconds(form, second):.0f} s per evaluation: about '
-          f'{total:.0f} s in all. "--epochs fit" measures instead.')
+          f'{1000 * base:.0f} and {1000 * second:.0f} ms beside the others, {START:.0f} s per start, '
+          f'{evaluation_seconds(form, second):.0f} s per evaluation: about {total:.0f} s in all. "--epochs fit" measures instead.')
     return 0
 
 

@@ -84,18 +84,22 @@ def build_with_cuda() -> bool:
 
 
 def shared_cxx_runtime() -> list:
-    """The shared libstdc++ by its path, for the link line; empty where the compiler knows none.
+    """The shared libstdc++ by its path, for the link line: the compiler's own, else the one that torch has loaded; empty without any.
 
     Where a toolchain links libstdc++ statically (``-static-libstdc++`` in LDFLAGS, or no ``libstdc++.so`` beside ``libstdc++.a``), the
     library would hold a second C++ runtime inside the one of torch. Their locales do not know each other's facets, and the first error
     message with a number in it ends in a segmentation fault. Named before ``-lstdc++``, the shared one resolves all of it.
     """
+    paths = []
     command = [*shlex.split(os.environ.get('CXX', 'c++')), '-print-file-name=libstdc++.so.6']
     try:
-        path = subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip()
+        paths.append(subprocess.check_output(command, text=True, stderr=subprocess.DEVNULL).strip())
     except (OSError, subprocess.CalledProcessError):
-        return []
-    return [path] if os.path.isfile(path) else []
+        pass
+    maps = Path('/proc/self/maps')
+    if maps.exists():
+        paths += re.findall(r'(/\S*/libstdc\+\+\.so\.6\S*)$', maps.read_text(), re.MULTILINE)
+    return [path for path in paths if os.path.isfile(path)][:1]
 
 
 def extension():

@@ -1,17 +1,24 @@
 #!/usr/bin/env python3
 """Does the chain of stages help, and what does each part of Stage 1 give? Trained on the synthetic data set, in reduced form.
 
-    python benchmarks/ablation.py --slice 540                       # again and again until it says that all rows are there
-    python benchmarks/ablation.py --slice 540 --only stay400 stage1 # the headline rows first
-    python benchmarks/ablation.py --plan                            # what would be trained
-    python benchmarks/ablation.py --report                          # only write the page anew
-    python benchmarks/ablation.py --form tiny --rows runs/a.json --out runs/a.md --work runs/a --data runs/a/data   # CPU, minutes
+    python benchmarks/ablation.py --jobs 14 --epochs fit --slice 540   # all rows side by side on all visible GPUs, as long as fits
+    python benchmarks/ablation.py --jobs 14 --epochs 3 --slice 540     # again and again until it says that all rows are there
+    python benchmarks/ablation.py --jobs 14 --epochs 3 --plan          # what would be trained, and how long that would take
+    python benchmarks/ablation.py --only stay400 stage1 --seeds 3      # one after the other, these rows only
+    python benchmarks/ablation.py --epochs 3 --report                  # only write the page anew
+    python benchmarks/ablation.py --form tiny --jobs 2 --rows runs/a.json --out runs/a.md --work runs/a --data runs/a/data   # CPU, minutes
 
 Every row is two trainings of the same number of iterations: a base (Phase 3's configuration) and, from its weights, a second one:
-Phase 3's again ("stay"), or Stage 1's, or Stage 1's without one part. Rows are kept in --rows after each and not trained again. When
---slice seconds are over, the training at work writes a checkpoint and ends; the next call goes on there if --work is still there,
-and trains that one anew if not. On a machine whose files are lost between calls bring --rows back after each and have it in place before the
-next. Heads, losses and grids are those of the configurations; FORMS below says what is reduced.
+Phase 3's again ("stay"), or Stage 1's, or Stage 1's without one part. Rows of a seed share the base unless the part is in it, too.
+--jobs trainings run at a time, spread over the GPUs; they share cores and GPUs, which a reduced model alone leaves idle most of the time.
+--epochs fit tries all second trainings side by side for seconds, measures their pace, and takes as many epochs as --slice has room for.
+
+Rows are kept in --rows as they end and not trained again. When --slice seconds are over, the trainings at work write checkpoints and end; the
+next call goes on there if --work is still there, and trains them anew if not. If the headline's rows are late, others make room. A
+training that fails twice is said in its row, and the others go on. On a machine whose files are lost between calls bring --rows back after
+each and have it in place before the next. Heads, losses and grids are those of the configurations; FORMS below says what is reduced.
+
+Exit codes: 0 all rows are there; 1 some trainings failed; 75 the time was over, the same command goes on.
 """
 from __future__ import annotations
 
@@ -21,27 +28,36 @@ import hashlib
 import json
 import math
 import os
-import signal
+import shutil
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
-
-from tqdm import tqdm
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / 'benchmarks'))
+
+import trainings as side_by_side  # noqa: E402
+from ablation_page import report  # noqa: E402
+from trainings import START, STOPPED, OutOfTime, Pool, Training, tail  # noqa: E402
+
 HEAD = '--model.heads.map'
-STOPPED, LAST_START, GRACE = 75, 45.0, 45.0  # exit code; seconds that a training needs at least; for its last checkpoint
+FIELD = (0.35, 0.40, 0.45, 0.50, 0.55, 0.60, 0.65)  # mmdet3d_ext.metrics.bev_iou.THRESHOLDS, without importing it
+# More than these: a head without dice gives thin classes lower probabilities, and the rest says what it tells apart.
+THRESHOLDS = ', '.join(f'{number / 20:g}' for number in range(1, 20))
+TRIAL_STEPS, TRIAL_SECONDS, TRIAL_START = 3, 10.0, 150.0  # of the trial: steps before the clock starts; its seconds; most before it
+SHARING = 2.5  # assumed by --plan: what several trainings on one GPU do together, against one that waits for its launches
 FULL_HEAD = (f'{HEAD}.deep_supervision', 'true', f'{HEAD}.use_dice_loss', 'true', f'{HEAD}.class_weights',
              '{stop_line: 4.0, divider: 3.0}')
 
 
 @dataclass(frozen=True)
 class Form:
-    """A size of the experiment. ``common``: words of every training; ``stage1``: of those at the finer grid, beside its file."""
+    """A size of the experiment. ``common``: words of every training; ``fine``: of those at the finer grid, beside their file;
+    ``decoder``: of the map head's four layers; ``frames``: key frames for training and for evaluation; ``step_ms``: assumed by --plan
+    for a step at 400 and at 600 alone on a GPU."""
 
     phase3: str
     stage1: str
@@ -50,7 +66,14 @@ class Form:
     decoder: str
     data: Tuple[str, ...]
     version: str
+    frames: Tuple[int, int]
+    step_ms: Tuple[float, float]
     reduction: str
+
+    @property
+    def epoch(self) -> int:
+        """Steps of one; 2 samples each."""
+        return math.ceil(self.frames[0] / 2)
 
 
 FORMS = {
@@ -60,20 +83,29 @@ FORMS = {
          '--model.encoders.camera.backbone', '{type: ResNet, depth: 18, num_stages: 4, out_indices: [1, 2, 3], frozen_stages: -1, '
          'norm_cfg: {type: BN, requires_grad: true}, norm_eval: false, style: pytorch}',
          '--model.encoders.camera.neck.in_channels', '[128, 256, 512]', '--optimizer.paramwise_cfg', 'null', '--sweeps_num', '1',
+         # A quarter of the widths from the fuser on: at full width a Stage 1 step is bound by the head's arithmetic (310 ms, memory.md).
+         '--model.fuser.out_channels', '128', '--model.decoder.backbone.in_channels', '128',
+         '--model.decoder.backbone.out_channels', '[64, 128]', '--model.decoder.neck.in_channels', '[64, 128]',
+         '--model.decoder.neck.out_channels', '[64, 64]', '--model.heads.object.in_channels', '128', f'{HEAD}.in_channels', '128',
+         f'{HEAD}.aspp_channels', '64', f'{HEAD}.decoder_channels', '[64, 32]',
          '--data.samples_per_gpu', '2', '--auto_scale_lr.base_batch_size', '2', '--optimizer.lr', '1.0e-3',
-         '--lr_config.warmup_iters', '50', '--log_config.interval', '25'),
-        (), '[256, 256, 128, 128]',
-        ('--preset', 'demo', '--version', 'v1.0-trainval', '--scenes-train', '30', '--scenes-val', '6'), 'v1.0-trainval',
-        'ResNet-18 without pretraining in the place of Swin-T, images of 128 x 352 of a synthetic set of 600 + 120 key frames (480 x 270 '
-        'images, 540 lidar columns), one sweep, one learning rate (1e-3, cosine, unless --lr says otherwise) and 2 samples per step in '
-        'every training, one GPU. LiDAR encoder, view transform, decoder, both heads, losses and all grids are those of the '
-        'configurations.'),
+         # The scaler's search from 65,536 would skip the first ten of so few steps.
+         '--fp16.loss_scale.init_scale', '1024',
+         '--lr_config.warmup_iters', '50', '--log_config', '{interval: 10, hooks: [{type: TextLoggerHook}]}'),
+        (), '[64, 64, 32, 32]',
+        ('--preset', 'demo', '--version', 'v1.0-trainval', '--scenes-train', '24', '--scenes-val', '8', '--samples-per-scene', '10'),
+        'v1.0-trainval', (240, 80), (110.0, 160.0),
+        'ResNet-18 without pretraining in the place of Swin-T; images of 128 x 352 of a synthetic set of 240 + 80 key frames from 24 + 8 '
+        'scenes (480 x 270 images, 540 lidar columns), one sweep; fuser, decoder and map head of the same layers with a quarter (the '
+        'fuser half) of the channels; one learning rate (1e-3, cosine, unless --lr says otherwise) and 2 samples per step in every training, '
+        'one GPU each. LiDAR encoder, view transform, the kinds of both heads, losses and all grids are those of the configurations.'),
     'tiny': Form(
         'configs/synthetic/multitask_tiny.yaml', 'configs/synthetic/multitask_tiny.yaml',
         ('--lr_config.warmup_iters', '2', '--auto_scale_lr.base_batch_size', '2', '--data.samples_per_gpu', '2',
-         '--augment2d.resize', '[[0.80, 0.90], [0.85, 0.85]]', '--log_config.interval', '1'),
+         '--augment2d.resize', '[[0.80, 0.90], [0.85, 0.85]]', '--log_config', '{interval: 1, hooks: [{type: TextLoggerHook}]}'),
         ('--bev.map.step', '0.4', '--bev.labels.cells', '200', *FULL_HEAD), '[32, 32, 32, 32]',
-        ('--preset', 'tiny'), 'v1.0-mini', 'the tiny model of "make demo" on nine key frames: only for trying this script out.'),
+        ('--preset', 'tiny'), 'v1.0-mini', (6, 3), (2500.0, 4000.0),
+        'the tiny model of "make demo" on nine key frames: only for trying this script out.'),
 }
 # name -> (what it is, words of both trainings, words of the second alone)
 SWITCHES = {
@@ -106,8 +138,9 @@ def plan(form: Form, seeds: int, ablation_seeds: int, epochs: int, rate: Optiona
     for name in [*HEADLINE, *(f'no_{switch}' for switch in SWITCHES)]:
         both, own = SWITCHES[name[3:]][1:] if name.startswith('no_') else ((), ())
         for seed in range(seeds if name in HEADLINE else ablation_seeds):
-            common = (*form.common, '--max_epochs', str(epochs), '--evaluation.interval', str(epochs), '--seed', str(seed),
-                      '--data.train', '${train_dataset}', *(('--optimizer.lr', rate) if rate else ()))
+            common = (*form.common, '--max_epochs', str(epochs), '--evaluation.interval', str(epochs), '--checkpoint_config.interval',
+                      str(epochs), '--seed', str(seed), '--data.train', '${train_dataset}', '--evaluation.thresholds', f'[{THRESHOLDS}]',
+                      *(('--optimizer.lr', rate) if rate else ()))
             second = {'stay400': (form.phase3,), 'stay400_head': (form.phase3, *FULL_HEAD, f'{HEAD}.decoder_channels', form.decoder)}.get(
                 name, (form.stage1, *form.fine, f'{HEAD}.decoder_channels', form.decoder))
             rows.append(Row(name, seed, (form.phase3, *common, *both), (second[0], *common, *second[1:], *both, *own)))
@@ -118,231 +151,291 @@ def fingerprint(row: Row) -> str:
     return hashlib.sha256(json.dumps([row.base, row.second]).encode()).hexdigest()[:12]
 
 
-class OutOfTime(Exception):
-    pass
+def as_trainings(rows: Sequence[Row], steps: int) -> Dict[Tuple[str, ...], Training]:
+    """The trainings that rows need, by words, those of the headline first; rows with the same base share it."""
+    found: Dict[Tuple[str, ...], Training] = {}
+    for row in rows:
+        first = row.name in HEADLINE
+        base = found.setdefault(('base', *row.base), Training(f'base of {row.key}', row.base, steps, validate=False, first=first))
+        base.first |= first
+        found[row.second] = Training(row.key, row.second, steps, base, first=first)
+    return found
 
 
-class Bench:
-    """Trains rows until the time is over."""
-
-    def __init__(self, arguments: argparse.Namespace):
-        self.arguments, self.form = arguments, FORMS[arguments.form]
-        self.deadline = time.monotonic() + arguments.slice if arguments.slice else math.inf
-        self.work, self.data = Path(arguments.work), Path(arguments.data)
-        self.trained = 0.0
-
-    def call(self, words: Sequence[str], log: Path) -> None:
-        """Run a command until the deadline; it is then asked to stop."""
-        left = self.deadline - time.monotonic() - GRACE
-        if left < self.arguments.last_start:
-            raise OutOfTime
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, 'ab') as output:
-            process = subprocess.Popen([sys.executable, *words], cwd=REPO, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-            try:
-                code = process.wait(None if math.isinf(left) else left)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(GRACE)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
-                raise OutOfTime from None
-            except BaseException:
-                process.terminate()
-                process.wait()
-                raise
-        if code == STOPPED:
-            raise OutOfTime
-        if code:
-            sys.exit(f'ablation: exit code {code} of\n  python {" ".join(words)}\n'
-                     + '\n'.join(log.read_text(errors='replace').splitlines()[-15:]))
-
-    def prepare(self) -> None:
-        """The data set, if it is not there."""
-        if not (self.data / 'nuscenes_infos_val.pkl').exists():
-            self.call(['tools/create_synthetic_nuscenes.py', '--out', str(self.data), *self.form.data], self.work / 'data.log')
-            self.call(['tools/create_data.py', 'nuscenes', '--root-path', str(self.data), '--out-dir', str(self.data), '--extra-tag',
-                       'nuscenes', '--version', self.form.version], self.work / 'data.log')
-
-    def train(self, words: Sequence[str], load_from: Optional[Path] = None) -> Path:
-        """The run folder of a training, which is done unless it was before; its name is its words."""
-        mark = hashlib.sha256(json.dumps([words, str(load_from)]).encode()).hexdigest()[:12]
-        folder = self.work / f'run_{mark}'
-        if (folder / 'finished').exists():
-            return folder
-        start = ['--load_from', str(load_from)] if load_from else []
-        workers = min(8, max(0, (os.cpu_count() or 1) - 2))
-        began = time.monotonic()
-        try:
-            self.call([self.arguments.script, words[0], '--run-dir', str(folder), *start, '--resume_from', 'auto', '--dataset_root',
-                       f'{self.data}/', '--data.workers_per_gpu', str(workers), *words[1:]], self.work / f'run_{mark}.log')
-        finally:
-            self.trained += time.monotonic() - began
-        (folder / 'finished').touch()
-        return folder
-
-    def row(self, row: Row) -> Dict[str, Any]:
-        self.trained = 0.0
-        base = self.train(row.base)
-        folder = self.train(row.second, base / 'latest.pth')
-        found = json.loads((folder / 'metrics.json').read_text())
-        kept = {key: value for key, value in found.items() if key.endswith('iou@max') or key in ('object/nds', 'object/map')}
-        return {'name': row.name, 'seed': row.seed, 'fingerprint': fingerprint(row), 'metrics': kept, 'seconds': round(self.trained, 1),
-                'iterations': [iterations(base), iterations(folder)], 'device': self.arguments.device, 'date': str(datetime.date.today())}
+def result(row: Row, training: Training, arguments: argparse.Namespace) -> Dict[str, Any]:
+    """The row's record for --rows."""
+    record: Dict[str, Any] = {'name': row.name, 'seed': row.seed, 'fingerprint': fingerprint(row), 'device': arguments.device,
+                              'date': str(datetime.date.today())}
+    if training.state == 'failed':
+        return {**record, 'error': training.why}
+    work = Path(arguments.work)
+    folders = [training.after.folder(work), training.folder(work)]
+    metrics = json.loads((folders[1] / 'metrics.json').read_text())
+    logs = [side_by_side.train_records(folder) for folder in folders]
+    return {**record, 'metrics': scores(metrics), 'seconds': [round(side_by_side.seconds_spent(folder), 1) for folder in folders],
+            'iterations': [side_by_side.iterations(log) for log in logs], 'side_by_side': arguments.jobs,
+            'step_ms': [round(1000 * side_by_side.seconds_per_step(log), 1) for log in logs],
+            'loss': [[round(log[0]['loss'], 4), round(log[-1]['loss'], 4)] if log and 'loss' in log[0] else None for log in logs]}
 
 
-def iterations(folder: Path) -> int:
-    """Steps of a training, from its log: epochs times the last step of one."""
-    last: Dict[int, int] = {}
-    for path in folder.glob('*.log.json'):
-        for line in path.read_text().splitlines():
-            record = json.loads(line)
-            if record.get('mode') == 'train':
-                last[record['epoch']] = max(last.get(record['epoch'], 0), record['iter'])
-    return sum(last.values())
+def scores(metrics: Dict[str, float]) -> Dict[str, float]:
+    """Of a run's ``metrics.json``: per grid and class ``iou@max`` over the field's thresholds and ``iou@any`` over all that were
+    evaluated, their means over classes that occur, and the detection scores."""
+    kept = {key: metrics[key] for key in ('object/nds', 'object/map') if key in metrics}
+    for grid in ('map', 'map_ref'):
+        columns: Dict[str, List[float]] = {'max': [], 'any': []}
+        for name in dict.fromkeys(key.split('/')[1] for key in metrics if key.startswith(f'{grid}/') and '/mean/' not in key):
+            found = {'max': max(metrics[f'{grid}/{name}/iou@{threshold:.2f}'] for threshold in FIELD),
+                     'any': metrics[f'{grid}/{name}/iou@max']}
+            for column, value in found.items():
+                kept[f'{grid}/{name}/iou@{column}'] = value
+                if not math.isnan(value):
+                    columns[column].append(value)
+        for column, values in columns.items():
+            kept[f'{grid}/mean/iou@{column}'] = statistics.mean(values) if values else math.nan
+    return kept
 
 
-def read_rows(path: Path) -> Dict[str, Dict[str, Any]]:
-    return {f'{row["name"]}/{row["seed"]}': row for row in json.loads(path.read_text())['rows']} if path.exists() else {}
+# ---- how long? -------------------------------------------------------------------------------------------------------
+
+def seconds_of(trainings: Sequence[Training], steps: int, jobs: int, base_step: float, second_step: float, evaluation: float,
+               start: float = START) -> float:
+    """Wall time of all trainings, ``jobs`` at a time, if a step takes so many seconds beside the others."""
+    bases = sum(one.after is None for one in trainings)
+    return (math.ceil(bases / jobs) * (start + steps * base_step)
+            + math.ceil((len(trainings) - bases) / jobs) * (start + steps * second_step + evaluation))
 
 
-def write_rows(path: Path, rows: Dict[str, Dict[str, Any]]) -> None:
-    temporary = path.with_suffix('.tmp')
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(json.dumps({'rows': list(rows.values())}, indent=1) + '\n')
-    os.replace(temporary, path)
+def assumed_steps(form: Form, trainings: Sequence[Training], jobs: int, gpus: int) -> List[float]:
+    """Seconds per step of bases and of second trainings beside each other, as --plan assumes them."""
+    bases = sum(one.after is None for one in trainings)
+    return [max(1.0, min(jobs, max(1, count)) / max(1, gpus) / SHARING) * ms / 1000
+            for count, ms in zip((bases, len(trainings) - bases), form.step_ms)]
 
 
-# ---- report --------------------------------------------------------------------------------------------------------------
-
-def report(rows: Dict[str, Dict[str, Any]], form: Form, command: str) -> str:
-    """The page: headline over its seeds, parts off one at a time, both on the native and the 0.5 m grid."""
-    by_name: Dict[str, List[Dict[str, Any]]] = {}
-    for row in rows.values():
-        by_name.setdefault(row['name'], []).append(row)
-    some = next(iter(rows.values()), None)
-    lines = ['# Do the stages help? What does each part give?', '', f'`{command}`', '']
-    if some is None:
-        return '\n'.join([*lines, 'No row is there yet.', ''])
-    steps = sorted({tuple(row['iterations']) for row in rows.values()})
-    devices = sorted({f'{row["device"]}, {row["date"]}' for row in rows.values()})
-    lines += ['; '.join(devices), '',
-              f'Reduced: {form.reduction}', '',
-              'Each row: Phase 3\'s configuration, then, from its last weights, the one that is named, each '
-              f'{" or ".join(f"{a} + {b}" for a, b in steps)} iterations with a schedule of its own. IoU is that of the best threshold per '
-              'class on the held-out scenes; "0.5 m" is the reference grid, the only one on which 400 and 600 cells compare.', '',
-              'These are short trainings of a small camera branch on rendered scenes: they tell which way a part pulls, not what a '
-              'full training reaches.', '', '## Headline', '']
-    lines += _table({name: by_name[name] for name in HEADLINE if name in by_name}, HEADLINE)
-    both = [name for name in ('stay400', 'stage1') if name in by_name]
-    if len(both) == 2:
-        lines += ['', 'Stage 1 against staying at 400, by seed (0.5 m, mean IoU): ' + ', '.join(
-            f'{one["metrics"]["map_ref/mean/iou@max"] - other["metrics"]["map_ref/mean/iou@max"]:+.4f}'
-            for one in by_name['stage1'] for other in by_name['stay400'] if one['seed'] == other['seed']) + '.']
-    parts = {f'no_{switch}': text for switch, (text, _, _) in SWITCHES.items() if f'no_{switch}' in by_name}
-    if parts and 'stage1' in by_name:
-        seeds = {row['seed'] for name in parts for row in by_name[name]}
-        full = [row for row in by_name['stage1'] if row['seed'] in seeds]
-        lines += ['', '## Stage 1 without one part', '',
-                  f'Same seed(s) {", ".join(map(str, sorted(seeds)))} as the row "with all". Seeds alone spread the headline\'s mean IoU '
-                  f'(0.5 m) by {_spread(by_name["stage1"])}; a difference below that is no finding.', '']
-        lines += _table({'all': full, **{name: by_name[name] for name in parts}}, {'all': 'with all', **parts}, against='all')
-    lines += ['', 'Seconds of training per row: ' + ', '.join(f'{key} {row["seconds"]:.0f}' for key, row in rows.items()) + '.', '']
-    return '\n'.join(lines)
+def evaluation_seconds(form: Form, step: float) -> float:
+    """Guess: a key frame costs half a training step, the devkit 15 s."""
+    return 15.0 + form.frames[1] * step / 2
 
 
-def _spread(rows: Sequence[Dict[str, Any]]) -> str:
-    values = [row['metrics']['map_ref/mean/iou@max'] for row in rows]
-    return f'{max(values) - min(values):.4f} (largest minus smallest of {len(values)})' if len(values) > 1 else 'an unknown amount (one seed)'
+def fit(form: Form, wanted: Sequence[Row], arguments: argparse.Namespace, deadline: float) -> int:
+    """Epochs for which the time until ``deadline`` suffices, from a trial of the second trainings side by side.
+
+    Raises:
+        RuntimeError: a trial failed; with its last words.
+    """
+    everything = list(as_trainings(wanted, form.epoch).values())
+    bases = [one for one in everything if one.after is None]
+    endless = ('--max_epochs', '1000', '--evaluation.interval', '1000', '--checkpoint_config.interval', '1000', '--log_config.interval', '1')
+    trials = [Training(f'trial of {one.label}', (*one.words, *endless), 0, validate=False) for one in everything if one.after is not None]
+    trials = trials[:arguments.jobs]
+    pool = make_pool(arguments, deadline, Path(arguments.work) / 'trial')
+    pool.work.mkdir(parents=True, exist_ok=True)
+
+    def steps() -> Dict[Training, int]:
+        for one, run in pool.runs.items():
+            if run.process.poll() is not None:
+                raise RuntimeError(f'{one.label} failed with exit code {run.process.returncode}\n{tail(str(one.log(pool.work)))}')
+        return {one: len(side_by_side.train_records(one.folder(pool.work))) for one in pool.runs}
+
+    def pace(seconds: float) -> Dict[Training, float]:
+        """Seconds per step, measured at the same time in all."""
+        before, began = steps(), time.monotonic()
+        while True:
+            time.sleep(seconds)
+            after, past = steps(), time.monotonic() - began
+            if all(after[one] > before[one] + 1 for one in after) or past > 5 * seconds:
+                return {one: past / max(1, after[one] - before[one]) for one in after}
+
+    def end(these: Sequence[Training]) -> None:
+        for one in these:
+            pool.kill(one, pool.runs.pop(one))
+
+    began = time.monotonic()
+    try:
+        for one in trials:
+            pool.start(one, len(trials))
+        while min(steps().values()) < arguments.trial[0]:
+            if time.monotonic() - began > TRIAL_START or pool.left < 0:
+                raise RuntimeError(f'the trial has not come to its step {arguments.trial[0]} after {time.monotonic() - began:.0f} s: '
+                                   + ', '.join(f'{one.label} {count}' for one, count in steps().items()))
+            time.sleep(0.2)
+        start = time.monotonic() - began
+        loaded = pace(arguments.trial[1])
+        coarse = [one for one in trials if one.words[0] == form.phase3][:len(bases)] or trials[:1]
+        end([one for one in trials if one not in coarse])
+        time.sleep(1.0)
+        alone = pace(arguments.trial[1] / 2)
+    finally:
+        end(list(pool.runs))
+        shutil.rmtree(pool.work, ignore_errors=True)
+    base_step, second_step = statistics.mean(alone.values()), max(loaded.values())
+    evaluation = evaluation_seconds(form, second_step)
+    most = next((epochs for epochs in range(60, 1, -1) if seconds_of(
+        everything, epochs * form.epoch, arguments.jobs, base_step, second_step, evaluation, start) < 0.92 * pool.left), 1)
+    total = seconds_of(everything, most * form.epoch, arguments.jobs, base_step, second_step, evaluation, start)
+    print(f'trial, {len(trials)} side by side: {start:.0f} s to step {arguments.trial[0]}; a step takes {1000 * min(loaded.values()):.0f} to '
+          f'{1000 * second_step:.0f} ms, {1000 * base_step:.0f} ms in {len(coarse)} trainings at 400. {most} epoch(s) of {form.epoch} steps '
+          f'should take {total:.0f} s of {pool.left:.0f} s that are left', flush=True)
+    return most
 
 
-def _table(groups: Dict[str, List[Dict[str, Any]]], names: Dict[str, str], against: Optional[str] = None) -> List[str]:
-    """Rows by name; a cell is the mean over seeds, with the half spread where there are several."""
-    first = next(iter(groups.values()))[0]['metrics']
-    classes = [key.split('/')[1] for key in first if key.startswith('map_ref/') and '/mean/' not in key]
-    keys = ['map/mean/iou@max', 'map_ref/mean/iou@max', *(f'map_ref/{name}/iou@max' for name in classes)]
-    keys += [f'map/{name}/iou@max' for name in classes] + ['object/nds']
-    titles = ['mean, native', 'mean, 0.5 m', *(f'{name}, 0.5 m' for name in classes), *(f'{name}, native' for name in classes), 'NDS']
-    extra = ['0.5 m mean against all'] if against else []
-    lines = ['| | seeds | ' + ' | '.join([*titles, *extra]) + ' |', '|' + '---|' * (len(titles) + len(extra) + 2)]
-    for name, rows in groups.items():
-        cells = [_cell([row['metrics'].get(key, math.nan) for row in rows]) for key in keys]
-        if against:
-            mean = [statistics.mean(row['metrics']['map_ref/mean/iou@max'] for row in group) for group in (rows, groups[against])]
-            cells.append('' if name == against else f'{mean[0] - mean[1]:+.4f}')
-        lines.append(f'| {names[name]} | {len(rows)} | ' + ' | '.join(cells) + ' |')
-    return lines
+def make_pool(arguments: argparse.Namespace, deadline: float, work: Path) -> Pool:
+    return Pool(work, ['--dataset_root', f'{arguments.data}/'], arguments.jobs, arguments.cores, deadline, arguments.script,
+                arguments.last_start)
 
 
-def _cell(values: Sequence[float]) -> str:
-    scored = [value for value in values if not math.isnan(value)]
-    if not scored:
-        return '-'
-    text = f'{statistics.mean(scored):.4f}'
-    return f'{text} ± {(max(scored) - min(scored)) / 2:.4f}' if len(scored) > 1 else text
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+class Rows:
+    """The file of rows, and the epochs that were fitted for a set of them."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        content = json.loads(path.read_text()) if path.exists() else {}
+        self.found = {f'{row["name"]}/{row["seed"]}': row for row in content.get('rows', [])}
+        self.fitted: Dict[str, int] = content.get('fitted', {})
+
+    def write(self) -> None:
+        temporary = self.path.with_suffix('.tmp')
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps({'fitted': self.fitted, 'rows': list(self.found.values())}, indent=1) + '\n')
+        os.replace(temporary, self.path)
+
+    def current(self, row: Row) -> Optional[Dict[str, Any]]:
+        """What is known of a row as it would be trained now: its record, perhaps with an ``error``."""
+        found = self.found.get(row.key)
+        return found if found and found['fingerprint'] == fingerprint(row) else None
+
+    def there(self, row: Row) -> bool:
+        return 'metrics' in (self.current(row) or {})
 
 
-def device_name() -> str:
-    import torch
-    return f'{torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"}, torch {torch.__version__}'
+# ---- program ---------------------------------------------------------------------------------------------------------
 
+def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
+    def epochs(text: str) -> Union[int, str]:
+        if text == 'fit' or text.isdigit() and int(text) > 0:
+            return text if text == 'fit' else int(text)
+        raise argparse.ArgumentTypeError(f'expected a whole number of at least 1, or fit, got {text!r}')
 
-def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--form', choices=FORMS, default='h200')
+    parser.add_argument('--jobs', type=int, default=1, metavar='N', help='trainings at a time (default 1)')
+    parser.add_argument('--cores', type=int, default=side_by_side.usable_cores(), help='of the CPU, for rendering and loading (default: all)')
     parser.add_argument('--slice', type=float, metavar='S', help='end after so many seconds (default: when all rows are there)')
     parser.add_argument('--seeds', type=int, default=3, help='of the headline rows (default 3)')
     parser.add_argument('--ablation-seeds', type=int, default=1, help='of the rows without one part (default 1)')
-    parser.add_argument('--epochs', type=int, default=1, help='of each of the two trainings (default 1)')
+    parser.add_argument('--epochs', type=epochs, default=1, help='of each of the two trainings (default 1), or "fit": as many as --slice has '
+                        'room for')
     parser.add_argument('--lr', metavar='R', help='learning rate of all trainings, for example 5e-4 (default: the form\'s)')
     parser.add_argument('--only', nargs='+', metavar='ROW', help='names of rows, for example stage1 no_dice')
     parser.add_argument('--rows', type=Path, default=REPO / 'docs/benchmarks/ablation.json', help='where rows are kept')
     parser.add_argument('--out', type=Path, default=REPO / 'docs/benchmarks/ablation.md', help='the page')
     parser.add_argument('--work', default='runs/ablation', help='folder of the trainings')
     parser.add_argument('--data', default='data/ablation', help='folder of the data set; made if it is not there')
-    parser.add_argument('--plan', action='store_true', help='show the rows and end')
+    parser.add_argument('--plan', action='store_true', help='show the rows and an estimate, and end')
+    parser.add_argument('--gpus', type=int, metavar='N', help='for the estimate of --plan (default: those of this machine)')
     parser.add_argument('--report', action='store_true', help='write the page from the rows that are there and end')
     parser.add_argument('--script', default='tools/train.py', help=argparse.SUPPRESS)
-    parser.add_argument('--last-start', type=float, default=LAST_START, help=argparse.SUPPRESS)
+    parser.add_argument('--last-start', type=float, help=argparse.SUPPRESS)
+    parser.add_argument('--trial', type=float, nargs=2, default=(TRIAL_STEPS, TRIAL_SECONDS), help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
-    form = FORMS[arguments.form]
-    wanted = plan(form, arguments.seeds, arguments.ablation_seeds, arguments.epochs, arguments.lr)
-    known = {row.name for row in wanted}
-    if arguments.only and not set(arguments.only) <= known:
-        parser.error(f'--only: there are the rows {", ".join(sorted(known))}')
-    chosen = [row for row in wanted if not arguments.only or row.name in arguments.only]
-    rows = read_rows(arguments.rows)
-    left = [row for row in chosen if rows.get(row.key, {}).get('fingerprint') != fingerprint(row)]
-    command = ' '.join(['python benchmarks/ablation.py', *(f'--{name} {value}' for name, value, usual in (
-        ('form', arguments.form, 'h200'), ('seeds', arguments.seeds, 3), ('ablation-seeds', arguments.ablation_seeds, 1),
-        ('epochs', arguments.epochs, 1), ('lr', arguments.lr, None)) if value != usual)])
+    known = [*HEADLINE, *(f'no_{switch}' for switch in SWITCHES)]
+    if arguments.only and not set(arguments.only) <= set(known):
+        parser.error(f'--only: there are the rows {", ".join(known)}')
+    if arguments.epochs == 'fit' and not arguments.slice and not (arguments.plan or arguments.report):
+        parser.error('--epochs fit: say with --slice how many seconds there are')
+    if arguments.jobs < 1 or arguments.cores < 1 or arguments.seeds < 1 or arguments.ablation_seeds < 0:
+        parser.error('--jobs, --cores and --seeds must be at least 1, --ablation-seeds at least 0')
+    return arguments
+
+
+def main(argv: Optional[List[str]] = None) -> int:
+    arguments = parse(argv)
+    form, rows = FORMS[arguments.form], Rows(arguments.rows)
+    deadline = time.monotonic() + arguments.slice if arguments.slice else math.inf
+
+    def planned(epochs: int) -> List[Row]:
+        return [row for row in plan(form, arguments.seeds, arguments.ablation_seeds, epochs, arguments.lr)
+                if not arguments.only or row.name in arguments.only]
+
+    set_of_rows = hashlib.sha256(''.join(fingerprint(row) for row in planned(0)).encode()).hexdigest()[:12]
+    epochs, code = arguments.epochs, 0
+    if epochs == 'fit':
+        epochs = rows.fitted.get(set_of_rows)
     if arguments.plan:
-        for row in chosen:
-            print(f'{row.key:<24} {"to train" if row in left else "there"}')
-        return 0
-    code = 0
+        return show_plan(planned(epochs or 1), form, arguments, epochs or 1, rows)
     if not arguments.report:
-        arguments.device = device_name()
-        bench = Bench(arguments)
+        arguments.device = side_by_side.device_name()
         try:
-            if left:
-                bench.prepare()
-            for row in tqdm(left, unit='row'):
-                rows[row.key] = bench.row(row)
-                write_rows(arguments.rows, rows)
+            with side_by_side.stopping():
+                data_seconds = time.monotonic()
+                side_by_side.make_data(Path(arguments.data), form.data, form.version, arguments.cores, Path(arguments.work) / 'data.log',
+                                       None if math.isinf(deadline) else deadline - time.monotonic())
+                print(f'the data set is there after {time.monotonic() - data_seconds:.0f} s', flush=True)
+                if epochs is None:
+                    epochs = rows.fitted[set_of_rows] = fit(form, planned(1), arguments, deadline)
+                    rows.write()
+                train(planned(epochs), form, arguments, epochs, rows, deadline)
         except OutOfTime:
             code = STOPPED
-            missing = [row.key for row in left if rows.get(row.key, {}).get('fingerprint') != fingerprint(row)]
-            print(f'the time is over; {len(missing)} row(s) are left: {", ".join(missing)}. The same command goes on')
-    order = {row.key: number for number, row in enumerate(wanted)}
-    current = {row.key: rows[row.key] for row in sorted(wanted, key=lambda row: order[row.key])
-               if rows.get(row.key, {}).get('fingerprint') == fingerprint(row)}
+        except KeyboardInterrupt:
+            print('stopped; the same command goes on', file=sys.stderr)
+            code = STOPPED
+        except RuntimeError as error:
+            print(f'ablation: {error}', file=sys.stderr)
+            return 1
+    epochs = epochs or 1
+    wanted = planned(epochs)
+    missing = [row.key for row in wanted if not rows.there(row)]
+    failed = [row.key for row in wanted if 'error' in (rows.current(row) or {})]
+    if code == STOPPED:
+        print(f'the time is over; {len(missing)} row(s) are left: {", ".join(missing)}. The same command goes on')
+    command = ' '.join(['python benchmarks/ablation.py', *(f'--{name} {value}' for name, value, usual in (
+        ('form', arguments.form, 'h200'), ('jobs', arguments.jobs, 1), ('seeds', arguments.seeds, 3),
+        ('ablation-seeds', arguments.ablation_seeds, 1), ('epochs', epochs, 1), ('lr', arguments.lr, None)) if value != usual)])
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(report(current, form, command))
-    print(f'{len(current)} of {len(wanted)} rows are in {arguments.out}')
-    return code
+    current = [rows.current(row) for row in plan(form, arguments.seeds, arguments.ablation_seeds, epochs, arguments.lr)]
+    arguments.out.write_text(report([row for row in current if row], HEADLINE, {name: text for name, (text, _, _) in SWITCHES.items()},
+                                    form.reduction, command))
+    print(f'{len(wanted) - len(missing)} of {len(wanted)} rows are in {arguments.out}')
+    return code or (1 if failed and not arguments.report else 0)
+
+
+def train(wanted: Sequence[Row], form: Form, arguments: argparse.Namespace, epochs: int, rows: Rows, deadline: float) -> None:
+    """Train what is not there yet; every row is written as it ends.
+
+    Raises:
+        OutOfTime: the time was over before.
+    """
+    left = [row for row in wanted if not rows.there(row)]
+    trainings = as_trainings(left, epochs * form.epoch)
+    row_of = {trainings[row.second]: row for row in left}
+
+    def ended(training: Training) -> None:
+        row = row_of.get(training)
+        if row is not None:
+            rows.found[row.key] = result(row, training, arguments)
+            rows.write()
+
+    make_pool(arguments, deadline, Path(arguments.work)).run(list(trainings.values()), ended)
+
+
+def show_plan(wanted: Sequence[Row], form: Form, arguments: argparse.Namespace, epochs: int, rows: Rows) -> int:
+    left = [row for row in wanted if not rows.there(row)]
+    for row in wanted:
+        print(f'{row.key:<24} {"to train" if row in left else "there"}')
+    trainings = list(as_trainings(left, epochs * form.epoch).values())
+    gpus = arguments.gpus or max(1, len(side_by_side.visible_gpus()))
+    base, second = assumed_steps(form, trainings, arguments.jobs, gpus)
+    total = seconds_of(trainings, epochs * form.epoch, arguments.jobs, base, second, evaluation_seconds(form, second)) if left else 0.0
+    print(f'{len(trainings)} trainings of {epochs} x {form.epoch} steps, {arguments.jobs} at a time on {gpus} GPU(s); '
+          f'{sum(form.frames)} key frames to render first if they are not there.\n'
+          f'Assumed: {form.step_ms[0]:.0f} ms per step at 400 and {form.step_ms[1]:.0f} at 600 alone, {SHARING} times as many together; so '
+          f'{1000 * base:.0f} and {1000 * second:.0f} ms beside the others, {START:.0f} s per start, {evaluation_seconds(form, second):.0f} s per evaluation: about '
+          f'{total:.0f} s in all. "--epochs fit" measures instead.')
+    return 0
 
 
 if __name__ == '__main__':

@@ -32,6 +32,7 @@ import torch  # noqa: E402
 from mmdet3d_ext import ops  # noqa: E402
 
 MIB = 1024**2
+GROUPS = ['scatter', 'voxel', 'pool', 'lift']
 LIDAR_RANGE = [-54.0, -54.0, -5.0, 54.0, 54.0, 3.0]
 
 
@@ -117,7 +118,8 @@ def bench(clock, name, variants, leaves, forward_bytes, total_bytes, bandwidth, 
             row['kept_mib'] = clock.kept(kept[label], leaves[0]) if kept else None
             result = run()
             if not rows:
-                held = size_of(result[0], result[0], *result[1]) if leaves else size_of(*result)
+                made = result if isinstance(result, tuple) else (result,)
+                held = size_of(result[0], result[0], *result[1]) if leaves else size_of(*made)
             del result
             good.append((row, call, run))
         except (RuntimeError, ImportError, NotImplementedError) as error:
@@ -232,7 +234,15 @@ def voxelize_cases(clock, bandwidth, cuda):
     for label, cloud in clouds:
         if cloud is None:
             continue
-        arguments = (cloud, [0.075, 0.075, 0.2], LIDAR_RANGE, 10, 120_000)
+        arguments = (cloud, [0.075, 0.075, 0.2], LIDAR_RANGE)
+        variants = {
+            'ours': lambda a=arguments: ops.dynamic_voxelize(*a),
+            'mmcv Voxelization (dynamic)': lambda a=arguments: peers.mmcv_voxel_coords(*a),
+            'torch floor + compare': lambda a=arguments: peers.torch_voxel_coords(*a),
+        }
+        size = size_of(cloud) + 12 * len(cloud)
+        rows += bench(clock, f'coordinates, {label} ({len(cloud):,} points)', variants, [], size, 0, bandwidth)
+        arguments += (10, 120_000)
         voxels = ops.voxelize(*arguments)
         variants = {
             'ours': lambda a=arguments: ops.voxelize(*a),
@@ -249,6 +259,25 @@ def voxelize_cases(clock, bandwidth, cuda):
             bandwidth,
         )
     return rows
+
+
+def pool_cases(clock, bandwidth, cuda):
+    """What is lifted already: features of points into cells."""
+    bins, height, width, channels, cells_ = (118, 32, 88, 80, 360) if cuda else (59, 8, 22, 80, 128)
+    points = inputs.frustum(1, bins, height, width, clock.device).view(-1, 3)
+    step = torch.tensor([108 / cells_, 108 / cells_, 20.0], device=clock.device)
+    at = torch.floor((points - torch.tensor([-54.0, -54.0, -10.0], device=clock.device)) / step).long()
+    coords = torch.cat([at, torch.zeros_like(at[:, :1])], 1)
+    feats = torch.randn(len(coords), channels, device=clock.device, requires_grad=True)
+    arguments = (feats, coords, 1, 1, cells_, cells_)
+    variants = {
+        'ours': lambda a=arguments: ops.bev_pool(*a),
+        'torch index_add': lambda a=arguments: peers.torch_bev_pool(*a),
+    }
+    out = 4 * channels * cells_**2
+    forward = size_of(feats, coords) + out
+    name = f'bev_pool float32, {len(coords):,} points x {channels}, {cells_}x{cells_}'
+    return bench(clock, name, variants, [feats], forward, forward + out + size_of(feats), bandwidth)
 
 
 def lift_cases(clock, bandwidth, cuda):
@@ -346,7 +375,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--device', choices=['cpu', 'cuda'], default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--repeat', type=int, default=20, help='timed runs, of which the median counts (default: 20)')
-    parser.add_argument('--only', choices=['scatter', 'voxel', 'lift'], nargs='+', default=['scatter', 'voxel', 'lift'])
+    parser.add_argument('--only', choices=GROUPS, nargs='+', default=GROUPS)
     parser.add_argument('--no-sweep', action='store_true', help='leave out the sizes from 1,000 points')
     parser.add_argument('--profile', action='store_true', help='also print the time of each kernel (CUDA)')
     parser.add_argument('--out', type=Path, help='directory for ops_<device>.json and .md')
@@ -371,6 +400,8 @@ def main() -> None:
         rows += point_to_voxel_cases(clock, bandwidth, cuda, not args.no_sweep)
     if 'voxel' in args.only:
         rows += voxelize_cases(clock, bandwidth, cuda)
+    if 'pool' in args.only:
+        rows += pool_cases(clock, bandwidth, cuda)
     if 'lift' in args.only:
         rows += lift_cases(clock, bandwidth, cuda)
     if args.out:

@@ -17,6 +17,15 @@ def torch_point_to_voxel(feats, coords, reduce):
     return out.scatter_reduce(0, index, feats[kept], {'sum': 'sum', 'mean': 'mean', 'max': 'amax'}[reduce], include_self=False)
 
 
+def torch_voxel_coords(points, size, limits):
+    """The cell of each point, -1 -1 -1 outside."""
+    lower, step = (torch.tensor(v, dtype=torch.float32, device=points.device) for v in (limits[:3], size))
+    cells = ((torch.tensor(limits[3:], device=points.device) - lower) / step).round()
+    at = torch.floor((points[:, :3] - lower) / step)
+    inside = ((at >= 0) & (at < cells)).all(1, keepdim=True)
+    return torch.where(inside, at, torch.full((), -1.0, device=points.device)).int()
+
+
 def torch_hard_voxelize(points, size, limits, max_num_points, max_voxels):
     """Deterministic hard voxelisation from sorts and scans."""
     lower, step = (torch.tensor(v, dtype=torch.float32, device=points.device) for v in (limits[:3], size))
@@ -64,11 +73,27 @@ def materialised_lift_splat(depth, context, geometry, bounds):
     return pooled.reshape(batch, nz * channels, nx, ny).contiguous()
 
 
+def torch_bev_pool(feats, coords, batch, nz, nx, ny):
+    """Drop what lies outside, add up the rest by cell."""
+    x, y, z, b = coords.unbind(1)
+    inside = (x >= 0) & (x < nx) & (y >= 0) & (y < ny) & (z >= 0) & (z < nz) & (b >= 0) & (b < batch)
+    flat = (((b * nz + z) * nx + x) * ny + y)[inside]
+    pooled = feats.new_zeros((batch * nz * nx * ny, feats.shape[1])).index_add(0, flat, feats[inside])
+    return pooled.view(batch, nz, nx, ny, feats.shape[1]).permute(0, 4, 1, 2, 3).contiguous()
+
+
 def mmcv_dynamic_scatter(feats, coords, reduce):
     """mmcv-full's dynamic_scatter; the coordinates must be of one sample."""
     from mmcv.ops.scatter_points import dynamic_scatter
 
     return dynamic_scatter(feats, coords, reduce)[0]
+
+
+def mmcv_voxel_coords(points, size, limits):
+    """mmcv-full's dynamic Voxelization."""
+    from mmcv.ops.voxelize import voxelization
+
+    return voxelization(points, size, limits, -1, -1)
 
 
 def mmcv_hard_voxelize(points, size, limits, max_num_points, max_voxels):

@@ -7,23 +7,13 @@ process with all samples. Divided by ``total / ranks`` instead, with the total o
 from __future__ import annotations
 
 import contextlib
-from typing import Iterator, Tuple
+from typing import Callable, ContextManager, Iterator, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 
-_alone = False
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Within: this process counts for itself (a step that is computed again for a look at it; other ranks may not follow)."""
-    global _alone
-    before, _alone = _alone, True
-    try:
-        yield
-    finally:
-        _alone = before
+Count = Callable[[torch.Tensor], Tuple[torch.Tensor, int]]
+_instead: Optional[Count] = None
 
 
 def count_over_ranks(counts: torch.Tensor) -> Tuple[torch.Tensor, int]:
@@ -33,8 +23,26 @@ def count_over_ranks(counts: torch.Tensor) -> Tuple[torch.Tensor, int]:
     process or within :func:`alone`. Exact up to 2^24. The host does not wait for the device.
     """
     total = counts.detach().float()
-    if _alone or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if _instead is not None:
+        return _instead(total)
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return total, 1
     total = total.clone()  # of a float32 argument it would be the argument
     dist.all_reduce(total)
     return total, dist.get_world_size()
+
+
+@contextlib.contextmanager
+def counted_by(count: Count) -> Iterator[None]:
+    """Within: ``count`` (float32 counts -> sum, ranks) in place of the exchange."""
+    global _instead
+    before, _instead = _instead, count
+    try:
+        yield
+    finally:
+        _instead = before
+
+
+def alone() -> ContextManager[None]:
+    """Within: this process counts for itself (a step that is computed again for a look at it; other ranks may not follow)."""
+    return counted_by(lambda counts: (counts, 1))

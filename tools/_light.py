@@ -3,6 +3,7 @@
 ``import mmdet3d_ext`` applies the version shims and registers every model, which takes seconds and fails where torch or mmcv
 do not load: just where the doctor, the launcher and the monitor are needed.
 """
+import errno
 import os
 import sys
 import types
@@ -32,21 +33,18 @@ def end(main: Callable[[], Optional[int]]) -> NoReturn:
             code = main()
         except SystemExit as ended:  # argparse
             code = ended.code
-        try:
-            sys.stdout.flush()  # at the interpreter's end nobody could catch it
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            _discard_output()
-            print(f'error: the output cannot be written: {error.strerror}', file=sys.stderr)
-            code = 1
-    except BrokenPipeError:
+        sys.stdout.flush()  # at the interpreter's end nobody could catch it
+    except OSError as error:
         use_package()
         from mmdet3d_ext.errors import output_gone
-        if not output_gone():
+        if isinstance(error, BrokenPipeError) and output_gone():
+            code = 141
+        elif error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            print(f'error: the output cannot be written: {error.strerror}', file=sys.stderr)
+            code = 1
+        else:
             raise
         _discard_output()
-        code = 141
     sys.exit(code)
 
 

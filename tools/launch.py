@@ -89,10 +89,10 @@ def main(argv: Optional[List[str]] = None) -> int:
         return {'start': start, 'stop': stop, 'status': status}[arguments.action](arguments, rest)
     except LaunchToolError as error:
         return _mistake(str(error))
-    except BrokenPipeError:  # see _light.end
-        raise
     except OSError as error:  # a full disk, a folder that somebody removes meanwhile
-        return _mistake(f'{error.filename or arguments.action}: {error.strerror or error}')
+        if isinstance(error, BrokenPipeError) or not error.filename:
+            raise  # of the output: see _light.end
+        return _mistake(f'{error.filename}: {error.strerror}')
     except KeyboardInterrupt:
         return 130
 

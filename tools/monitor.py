@@ -64,9 +64,9 @@ def main(argv: Optional[List[str]] = None) -> int:
             sys.stdout.write(terminal.render(run, terminal.Style.of(sys.stdout, arguments.width)))
     except MonitorError as error:
         return _mistake(str(error))
-    except BrokenPipeError:  # see _light.end
-        raise
     except OSError as error:
+        if isinstance(error, BrokenPipeError) or not (error.filename or arguments.html):
+            raise  # of the output: see _light.end
         return _mistake(f'{error.filename or arguments.html}: {error.strerror}')
     except KeyboardInterrupt:
         return 130

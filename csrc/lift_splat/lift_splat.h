@@ -49,6 +49,9 @@ struct SplatGrid {
   }
 };
 
+// cell, order, sorted_key, tile_starts: see csrc/library.cpp.
+using Plan = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
 inline void check_plan(const at::Tensor& cell, const at::Tensor& order, const at::Tensor& sorted_key, const at::Tensor& tile_starts,
                        int64_t points, const SplatGrid& grid, c10::Device device, const char* op) {
   for (const at::Tensor* part : {&cell, &order, &sorted_key, &tile_starts})

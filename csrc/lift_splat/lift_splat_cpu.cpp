@@ -13,8 +13,6 @@
 namespace mmdet3d_ext {
 namespace {
 
-using Plan = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-
 // From key (P, or grid.keys() if dropped) to the order by tile.
 Plan sort_by_tile(const at::Tensor& cell, const std::vector<int32_t>& key, const SplatGrid& grid) {
   const int64_t count = cell.size(0);

@@ -6,6 +6,7 @@ from typing import Any, List, Mapping, Optional
 from ..config.errors import nearest
 from ..metrics.bev_iou import THRESHOLDS
 from .context import Context, walk
+from .values import thresholds_problem
 
 # The devkit's configurations all have these distances (metres) and errors.
 DISTANCES = (0.5, 1.0, 2.0, 4.0)
@@ -24,7 +25,9 @@ def metric_names(cfg: Mapping[str, Any]) -> Optional[List[str]]:
         names += [f'object/{name}_{key}' for name in cfg.get('object_classes') or ()
                   for key in (*(f'ap_dist_{one}' for one in DISTANCES), *ERRORS)]
     if heads.get('map') is not None:
-        keys = [*(f'iou@{one:.2f}' for one in THRESHOLDS), 'iou@max']
+        wanted = walk(cfg, 'evaluation.thresholds')
+        thresholds = wanted if thresholds_problem(wanted) is None else THRESHOLDS
+        keys = [*(f'iou@{one:.2f}' for one in thresholds), 'iou@max']
         for grid in ('map', 'map_ref'):
             names += [f'{grid}/mean/iou@max', *(f'{grid}/{name}/{key}' for name in cfg.get('map_classes') or () for key in keys)]
     return names

@@ -42,6 +42,14 @@ def compression_problem(value: Any) -> Optional[str]:
     return None if value in COMPRESSIONS else f'must be {" or ".join(COMPRESSIONS)}, or null (gradients as they are), got {value!r}'
 
 
+def thresholds_problem(value: Any) -> Optional[str]:
+    """Probabilities from which on a map cell counts as predicted."""
+    if (isinstance(value, (list, tuple)) and value
+            and all(isinstance(one, (int, float)) and not isinstance(one, bool) and 0 < one < 1 for one in value)):
+        return None
+    return f'must be a list of probabilities between 0 and 1, got {value!r} (null: 0.35, 0.40, ... 0.65)'
+
+
 def check_values(c: Context) -> None:
     for key in NUMBERS:
         problem = number_problem(c.get(key)) if c.has(key) else None
@@ -52,7 +60,8 @@ def check_values(c: Context) -> None:
         problem = whole_problem(value, least) if value is not None else None
         if problem and not (key == 'runner.max_epochs' and value == c.get('max_epochs')):  # it follows that, which has its error
             c.error(key, problem, {key: least})
-    for key, problem_with in (('dist_params.bucket_cap_mb', bucket_problem), ('dist_params.compression', compression_problem)):
+    for key, problem_with in (('dist_params.bucket_cap_mb', bucket_problem), ('dist_params.compression', compression_problem),
+                              ('evaluation.thresholds', thresholds_problem)):
         problem = problem_with(c.get(key)) if c.get(key) is not None else None
         if problem:
             c.error(key, problem)

@@ -36,7 +36,7 @@ REPLACED = {
 }
 
 _PLAIN = '''
-templates seed deterministic cudnn_benchmark max_epochs max_iters load_from resume_from auto_resume run_dir work_dir compat
+templates seed deterministic cudnn_benchmark allow_tf32 max_epochs max_iters load_from resume_from auto_resume run_dir work_dir compat
 dataset_type dataset_root gt_paste_stop_epoch reduce_beams load_dim use_dim load_augmented point_cloud_range
 voxel_size image_size augment2d augment3d object_classes map_classes map_labels depth_labels input_modality radar_sweeps
 radar_use_dims radar_max_points radar_voxel_size radar_compensate_velocity radar_filtering radar_normalize radar_jitter

@@ -85,21 +85,16 @@ class DataBaseSampler:
         gt_boxes = np.asarray(gt_boxes, dtype=np.float32)
         columns = gt_boxes.shape[1] if gt_boxes.ndim == 2 and gt_boxes.shape[1] >= 7 else 9
         gt_boxes = gt_boxes.reshape(-1, columns)
-        occupied = gt_boxes[:, :7]
         gt_labels = np.asarray(gt_labels)
-        chosen: List[Mapping[str, Any]] = []
+        candidates: List[Mapping[str, Any]] = []
         for name, wanted in self.sample_groups.items():
             present = int((gt_labels == self.classes.index(name)).sum())
             count = int(np.round(self.rate * (wanted - present)))
             entries = self.db_infos.get(name)
             if count <= 0 or not entries:
                 continue
-            candidates = [entries[i] for i in draw_different(len(entries), count)]
-            boxes = np.stack([entry['box3d_lidar'][:7] for entry in candidates]).astype(np.float32)
-            for entry, box in zip(candidates, boxes):
-                if not overlaps_bev(box[None], occupied).any():
-                    chosen.append(entry)
-                    occupied = np.concatenate([occupied, box[None]])
+            candidates += [entries[i] for i in draw_different(len(entries), count)]
+        chosen = _fitting(candidates, gt_boxes[:, :7])
         if not chosen:
             return None
         clouds = [self._points(entry) for entry in chosen]
@@ -135,6 +130,20 @@ class DataBaseSampler:
 
 
 DbSampler = DataBaseSampler
+
+
+def _fitting(candidates: List[Mapping[str, Any]], present: np.ndarray) -> List[Mapping[str, Any]]:
+    """The candidates, in order, that overlap neither a box of ``present`` (n, 7) nor a candidate that was taken before."""
+    if not candidates:
+        return []
+    boxes = np.stack([entry['box3d_lidar'][:7] for entry in candidates]).astype(np.float32)
+    blocked = overlaps_bev(boxes, present).any(axis=1)
+    among = overlaps_bev(boxes, boxes)
+    taken: List[int] = []
+    for k in np.flatnonzero(~blocked):
+        if not among[k, taken].any():
+            taken.append(int(k))
+    return [candidates[k] for k in taken]
 
 
 def _load_entries(path: str) -> Dict[str, List[Dict[str, Any]]]:

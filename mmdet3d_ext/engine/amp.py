@@ -63,3 +63,20 @@ def plan_amp(cfg: Mapping[str, Any], device: torch.device, logger: Optional[logg
     if isinstance(loss_scale, Mapping):
         loss_scale = dict(loss_scale)
     return AmpPlan(dtype, loss_scale)
+
+
+def choose_kernels(cfg: Mapping[str, Any]) -> None:
+    """Apply ``cudnn_benchmark`` and ``allow_tf32`` to this process.
+
+    ``allow_tf32``: whether float32 convolutions, matrix products and sparse convolutions may run in TF32 (10 bits of mantissa, on GPUs
+    of compute capability 8.0 and higher); None leaves torch's default, convolutions only.
+
+    Raises:
+        UserError: if ``allow_tf32`` is not true, false or null.
+    """
+    torch.backends.cudnn.benchmark = bool(cfg.get('cudnn_benchmark'))
+    wanted = cfg.get('allow_tf32')
+    if wanted is not None and not isinstance(wanted, bool):
+        raise UserError(f'key allow_tf32 must be true, false or null, got {wanted!r}')
+    if wanted is not None:
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = wanted

@@ -20,7 +20,7 @@ from mmcv.runner import Hook
 from torch import nn
 
 from ..datasets.synthetic.batch import REAL_POINTS, random_batch
-from .amp import AmpPlan
+from .amp import AmpPlan, choose_kernels
 from .hooks.guard import Guard
 from .hooks.optimizer import GuardedOptimizerHook, make_scaler
 from .launch import UserError, current
@@ -30,9 +30,10 @@ from .run_dir import to_plain
 from .train import make_loader, make_model, make_optimizer, make_runner
 
 MIB = 1024 ** 2
-# Name -> autocast type, TF32 in matrix products, TF32 in convolutions. 'torch' is what torch does unless told otherwise.
+# Name -> autocast type, TF32 in matrix products and sparse convolutions, TF32 in convolutions. 'torch' is what torch does unless told
+# otherwise; with an autocast type it is the configuration's allow_tf32 that says what the float32 rest runs in.
 PRECISIONS = {'fp32': (None, False, False), 'torch': (None, False, True), 'tf32': (None, True, True),
-              'fp16': (torch.float16, True, True), 'bf16': (torch.bfloat16, True, True)}
+              'fp16': (torch.float16, None, None), 'bf16': (torch.bfloat16, None, None)}
 KERNELS = 40  # that a row names
 # CUDA runtime calls in which the host waits for the device.
 WAITS = ('cudaStreamSynchronize', 'cudaDeviceSynchronize', 'cudaEventSynchronize')
@@ -173,7 +174,8 @@ def precision(name: str, device: torch.device) -> Iterator[Optional[torch.dtype]
     if device.type == 'cpu' and dtype == torch.float16:
         raise UserError('--precision fp16 needs a GPU; on the CPU use fp32 or bf16')
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
+    if products is not None:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
     try:
         yield dtype
     finally:
@@ -274,11 +276,11 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
 
     Returns:
         one row: ``mode, samples, precision, iterations, step_ms, samples_per_s`` (of this rank), ``ranks``,
-        ``data_wait_ms``, ``peak_mib``, ``peak_reserved_mib``, ``host_waits``, ``wait_sites`` and ``kernels`` of one step, and ``parts``
+        ``data_wait_ms``, ``peak_mib``, ``peak_reserved_mib``, what :func:`_profile` finds, and ``parts``
         (name -> median ms).
     """
+    choose_kernels(cfg)
     with precision(precision_name, device) as dtype:
-        torch.backends.cudnn.benchmark = bool(cfg.get('cudnn_benchmark'))
         steps, clock = Steps(cfg, model or make_model(cfg), device, samples, AmpPlan(dtype)), Clock(device)
         timing = _TimingHook(clock, steps.optimizer)
         steps.runner.model = _TimedStep(steps.runner.model, clock)
@@ -305,7 +307,7 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
                    data_wait_ms=1e3 * timing.waited / max(iterations - 1, 1), **peak(device))
         clock.milliseconds()
         row['parts'] = _medians(steps.model, clock, lambda: run(1), min(iterations, 10))
-        row['host_waits'], row['wait_sites'], row['kernels'] = _host_waits(device, lambda: run(1), trace)
+        row.update(_profile(device, lambda: run(1), trace))
         for handle in timing.handles:
             handle.remove()
         return row
@@ -320,8 +322,8 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
     Returns:
         a row like :func:`training`'s; ``step_ms`` is the median latency of a batch, ``latency_ms`` its 90th percentile, too.
     """
+    choose_kernels(cfg)
     with precision(precision_name, device) as dtype:
-        torch.backends.cudnn.benchmark = bool(cfg.get('cudnn_benchmark'))
         model = (model or make_model(cfg)).to(device).eval()
         if fold:
             from mmcv.cnn import fuse_conv_bn
@@ -352,7 +354,7 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
                    step_ms=median, latency_ms={'median': median, 'p90': sorted(latencies)[int(0.9 * (len(latencies) - 1))]},
                    samples_per_s=1e3 * samples / median, data_wait_ms=0.0, **peak(device))
         row['parts'] = _medians(model, clock, run, min(iterations, 10))
-        row['host_waits'], row['wait_sites'], row['kernels'] = _host_waits(device, run, trace)
+        row.update(_profile(device, run, trace))
         return row
 
 
@@ -361,10 +363,9 @@ def collectives(run: Callable[[], None]) -> Dict[str, int]:
     from torch.profiler import ProfilerActivity, profile
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         run()
-    calls = collections.Counter()
-    for event in recorded.key_averages():
-        if event.key.startswith('c10d::'):
-            calls[event.key[len('c10d::'):].rstrip('_')] += event.count
+    # The raw events: to sort all of them into a tree takes ten times as long as the step.
+    names = [event.name() for event in recorded.profiler.kineto_results.events()]
+    calls = collections.Counter(name[len('c10d::'):].rstrip('_') for name in names if name.startswith('c10d::'))
     return dict(calls)
 
 
@@ -409,9 +410,14 @@ def _medians(model: nn.Module, clock: Clock, run: Callable[[], None], iterations
     return {name: statistics.median(values) for name, values in rows.items()}
 
 
-def _host_waits(device: torch.device, run: Callable[[], None], trace: Optional[str]) -> Tuple[Optional[int], Dict[str, int], List[Any]]:
-    """In how many calls of one step the host waited for the device, the Python lines of those that torch knows of, and the
-    kernels that took most time: [name, calls, ms]."""
+def _profile(device: torch.device, run: Callable[[], None], trace: Optional[str]) -> Dict[str, Any]:
+    """One step under torch's profiler.
+
+    Returns:
+        ``host_waits``: calls in which the host waited for the device, ``wait_sites``: the Python lines of those that torch knows of;
+        ``launches`` and ``busy_ms``: kernels and copies on the device and their time together (None on the CPU);
+        ``kernels``: those that took most time, ``[name, calls, ms]`` (operators on the CPU).
+    """
     from torch.profiler import ProfilerActivity, profile
     cuda = device.type == 'cuda'
     _wait(device)
@@ -420,9 +426,12 @@ def _host_waits(device: torch.device, run: Callable[[], None], trace: Optional[s
     averages = recorded.key_averages()
     waits = sum(event.count for event in averages if event.key in WAITS) if cuda else None
     spent = 'self_device_time_total' if cuda else 'self_cpu_time_total'
-    heaviest = sorted((e for e in averages if not cuda or e.device_type == torch.autograd.DeviceType.CUDA),
-                      key=lambda event: -getattr(event, spent))[:KERNELS]
-    kernels = [[event.key[:120], event.count, round(getattr(event, spent) / 1e3, 3)] for event in heaviest]
+    # Annotations (Optimizer.step#...) are shown on the device too, and are no work of their own.
+    events = [e for e in averages if not cuda or e.device_type == torch.autograd.DeviceType.CUDA and '#' not in e.key]
+    events.sort(key=lambda event: -getattr(event, spent))
+    kernels = [[event.key[:120], event.count, round(getattr(event, spent) / 1e3, 3)] for event in events[:KERNELS]]
+    launches = sum(event.count for event in events) if cuda else None
+    busy = sum(event.self_device_time_total for event in events) / 1e3 if cuda else None
     if trace:
         recorded.export_chrome_trace(trace)
     sites: Dict[str, int] = collections.Counter()
@@ -437,7 +446,7 @@ def _host_waits(device: torch.device, run: Callable[[], None], trace: Optional[s
         for item in caught:
             if 'synchroniz' in str(item.message):
                 sites[f'{_short(item.filename)}:{item.lineno}'] += 1
-    return waits, dict(sites), kernels
+    return dict(host_waits=waits, wait_sites=dict(sites), launches=launches, busy_ms=busy, kernels=kernels)
 
 
 def _short(path: str) -> str:
@@ -478,17 +487,18 @@ def read_baseline(path: str) -> Mapping[str, Any]:
 
 def table(rows: Sequence[Mapping[str, Any]], baseline: Optional[Mapping[str, Any]] = None) -> str:
     """Markdown: one line per run, then one table of parts with a column per run. Ratios: baseline over this (times faster)."""
-    lines = ['| mode | batch | precision | step ms | samples/s | data wait ms | peak MiB | host waits | baseline | faster | less memory |',
-             '|---|---|---|---|---|---|---|---|---|---|---|']
+    lines = ['| mode | batch | precision | step ms | samples/s | data wait ms | device busy ms | launches | host waits | peak MiB | '
+             'baseline | faster | less memory |', '|---' * 13 + '|']
     for row in rows:
         other = find_baseline(baseline, row)
         faster = f'{row["samples_per_s"] / other["samples_per_s"]:.2f}x' if other else '-'
         memory = f'{other["peak_mib"] / row["peak_mib"]:.2f}x' if other and other.get('peak_mib') and row['peak_mib'] else '-'
         peak = '-' if row['peak_mib'] is None else f'{row["peak_mib"]:,.0f}'
-        waits = '-' if row['host_waits'] is None else row['host_waits']
+        waits, launches = ('-' if row.get(key) is None else f'{row[key]:,}' for key in ('host_waits', 'launches'))
+        busy = '-' if row.get('busy_ms') is None else f'{row["busy_ms"]:.1f}'
         against = f'{other["samples_per_s"]:.2f}/s ({other["precision"]})' if other else '-'
         lines.append(f'| {row["mode"]} | {row["samples"]} | {row["precision"]} | {row["step_ms"]:.1f} | {row["samples_per_s"]:.2f} | '
-                     f'{row["data_wait_ms"]:.1f} | {peak} | {waits} | {against} | {faster} | {memory} |')
+                     f'{row["data_wait_ms"]:.1f} | {busy} | {launches} | {waits} | {peak} | {against} | {faster} | {memory} |')
     names: List[str] = []
     for row in rows:
         names += [name for name in row['parts'] if name not in names]

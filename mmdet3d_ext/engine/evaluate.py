@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from ..datasets.stream import batches
 from ..metrics import BevMapIoU, NuScenesDetectionMetric, gather_results, on_rank_zero
+from ..metrics.bev_iou import THRESHOLDS
 from .launch import LOGGER_NAME, UserError
 from .parallel import autocast, batch_size, unpack_batch
 
@@ -119,7 +120,7 @@ def build_evaluators(cfg: Mapping[str, Any], dataset: Any, out_dir: str, tasks: 
     """The metrics that a data set can be evaluated with.
 
     Args:
-        cfg: the configuration (``compat``).
+        cfg: the configuration (``compat``; ``evaluation.thresholds`` of map probabilities, by default the field's).
         dataset: :class:`NuScenesDataset`, or any data set with a method ``evaluators(out_dir)`` that returns them.
         out_dir: where result files go.
         tasks: 'object' and/or 'map'; both by default, as far as the model's output holds them.
@@ -133,7 +134,8 @@ def build_evaluators(cfg: Mapping[str, Any], dataset: Any, out_dir: str, tasks: 
             dataset.eval_version or 'detection_cvpr_2019', dataset.modality), format_only)]
         labels = next((step for step in dataset.transforms if type(step).__name__ == 'LoadBEVSegmentation'), None)
         if labels is not None and not format_only:
-            found.append(MapEvaluator(BevMapIoU(labels.classes, labels.grid, compat=cfg.get('compat'))))
+            thresholds = (cfg.get('evaluation') or {}).get('thresholds') or THRESHOLDS
+            found.append(MapEvaluator(BevMapIoU(labels.classes, labels.grid, thresholds, compat=cfg.get('compat'))))
     return [e for e in found if tasks is None or e.task in tasks]
 
 

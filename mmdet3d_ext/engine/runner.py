@@ -17,6 +17,7 @@ from ..datasets.stream import batches
 from . import checkpoint as files
 from . import rank_state
 from .hooks.guard import RollBack
+from .hooks.logging import FiniteLogBuffer
 from .parallel import finish_exchange
 from .stopping import Stopped, StopSignals
 
@@ -41,6 +42,7 @@ class CustomEpochBasedRunner(EpochBasedRunner):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.log_buffer = FiniteLogBuffer()
         self.stateful: Dict[str, Stateful] = {}
         self.defer_log = False
         self.evaluated_weights = 'raw'

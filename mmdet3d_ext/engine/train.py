@@ -17,7 +17,7 @@ from ..checks.types import OPTIMIZER_HOOKS, RUNNERS_OF_MMCV, runner_problem
 from ..datasets.stream import close
 from ..metrics import on_rank_zero
 from . import run_dir as run_dirs
-from .amp import AmpPlan, plan_amp
+from .amp import AmpPlan, choose_kernels, plan_amp
 from .building import building, running, where
 from .checkpoint import clean_leftovers, keep_optimizer, load_files, newest_checkpoint, path_list, read_checkpoint
 from .config_check import refuse_inconsistent
@@ -32,7 +32,7 @@ from .hooks import (
     WeightAverageHook,
 )
 from .hooks.ema import AverageSteps
-from .hooks.guard import Guard
+from .hooks.guard import Guard, NonFiniteError
 from .hooks.logging import survive_full_disk
 from .hooks.optimizer import make_scaler
 from .launch import LOGGER_NAME, Launch, UserError, attach_rank_log, current
@@ -43,6 +43,8 @@ from .parallel import StepModel, exchange_settings
 from .runner import CustomEpochBasedRunner
 from .seeding import agree_on_seed, derive, make_deterministic, seed_all
 from .stopping import StopSignals
+
+FUSED = ('Adam', 'AdamW', 'SGD')  # optimizers with a fused form in every torch that is supported
 
 
 @dataclass
@@ -81,7 +83,8 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
         device: this rank's device, from :func:`.launch.start`.
 
     Raises:
-        UserError, CheckpointError: for what the user can correct. Anything else is a fault.
+        UserError, CheckpointError: for what the user can correct. NonFiniteError: the guard stopped the run, or it ended among
+            non-finite steps; its checkpoints are finite. Anything else is a fault.
     """
     options = options or Options()
     device = device or torch.device('cpu')
@@ -108,7 +111,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     seed = agree_on_seed(_seed(cfg, resume, options))
     if options.deterministic or cfg.get('deterministic'):
         make_deterministic()
-    torch.backends.cudnn.benchmark = bool(cfg.get('cudnn_benchmark'))
+    choose_kernels(cfg)
     seed_all(derive(seed, 0))  # the same on every rank, so that all build the same model
     meta = run_dirs.build_meta(cfg, seed, launch.world_size)
     _log_start(logger, cfg, meta, launch, device)
@@ -157,6 +160,9 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     ends = [runner.save_failed, runner.stopped and runner.stopped.why]
     if dist.is_initialized():
         dist.broadcast_object_list(ends, src=0)
+    verdict = getattr(runner.stateful.get('optimizer_hook'), 'verdict', None)  # the same on all ranks
+    if verdict and not any(ends):
+        raise NonFiniteError(verdict)
     return Result(folder, getattr(runner, 'metrics', {}), *ends)
 
 
@@ -231,6 +237,7 @@ def make_loader(cfg: Mapping[str, Any], dataset_cfg: Any, seed: Optional[int], t
     for name in ('persistent_workers', 'prefetch_factor', 'pin_memory', *(['unreadable'] if train else [])):
         if data.get(name) is not None:
             special.setdefault(name, run_dirs.to_plain(data[name]))
+    special.setdefault('persistent_workers', train)  # each would read the maps again in every epoch
     with building(key):
         return build_dataloader(dataset, samples, workers, shuffle=train, seed=seed, num_replicas=launch.world_size,
                                 rank=launch.rank, processes=launch.local_world_size, **special)
@@ -259,7 +266,10 @@ def count_parameters(model: nn.Module) -> str:
 
 
 def make_optimizer(cfg: Mapping[str, Any], model: nn.Module, logger: logging.Logger, batch: int) -> torch.optim.Optimizer:
-    """The configured optimizer; ``batch``: samples per update over all ranks."""
+    """The configured optimizer; ``batch``: samples per update over all ranks.
+
+    On a GPU those of :data:`FUSED` update all parameters in a few launches, unless ``optimizer.fused`` or ``foreach`` says how.
+    """
     settings = run_dirs.to_plain(cfg['optimizer'])
     scale = run_dirs.to_plain(cfg.get('auto_scale_lr')) or {}
     base = scale.get('base_batch_size')
@@ -274,6 +284,8 @@ def make_optimizer(cfg: Mapping[str, Any], model: nn.Module, logger: logging.Log
             logger.warning('\n%s\nThe effective batch is %d samples (ranks x samples_per_gpu x cumulative_iters), the recipe '
                            'was made for %d.\nIts learning rate %g stays; in proportion it would be %g (--auto_scale_lr.enable '
                            'true).\n%s', bar, batch, base, settings['lr'], settings['lr'] * factor, bar)
+    if settings.get('type') in FUSED and not {'fused', 'foreach'} & set(settings) and all(p.is_cuda for p in model.parameters()):
+        settings['fused'] = True
     with building('optimizer', cfg, settings):
         optimizer = build_optimizer(model, settings)
     merge_groups(optimizer)

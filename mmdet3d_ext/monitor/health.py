@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any, List, Mapping, Optional
 
-from .progress import FAILED, SILENT, Progress, duration, progress
+from .progress import FAILED, RUNNING, SILENT, STARTING, Progress, duration, progress
 from .records import finite
 from .run import Run
 
@@ -18,6 +18,8 @@ DICE_LARGE, DICE_SMALL, FOCAL, GRAD_NORM = 0.4, 0.9, 0.05, 20.0
 DATA_SHARE = 0.3  # of a step's time: more, and the loader is what limits the speed
 EARLY = 0.1  # share of the schedule in which losses may still be above their thresholds
 RISE = 1.25  # of the total loss over its median before: more is no fluctuation of medians over ten lines
+
+SKIPPED = 'nonfinite_steps'  # of a line's interval (engine/hooks/logging.py); its means leave them out
 
 GOOD, INFO, WARN, BAD = 'good', 'info', 'warn', 'bad'
 ORDER = (GOOD, INFO, WARN, BAD)
@@ -49,7 +51,7 @@ def health(run: Run, state: Optional[Progress] = None) -> List[Mark]:
     marks += _gradients(run, early)
     marks += map_classes(run, early)
     marks += _data(state)
-    marks += _alarms(run)
+    marks += _alarms(run) + _logs(run, state)
     return marks
 
 
@@ -66,6 +68,10 @@ def _finite(run: Run) -> List[Mark]:
     if losses:
         marks.append(Mark('finite values', BAD, f'NaN or infinite in the last {len(rows)} lines: {", ".join(losses[:5])}'
                           + (f' and {len(losses) - 5} more' if len(losses) > 5 else '')))
+    elif any(row.values.get(SKIPPED) for row in rows):
+        count = int(sum(row.values.get(SKIPPED, 0) for row in rows))
+        marks.append(Mark('finite values', WARN, f'{count} step(s) of the last {len(rows)} lines had a non-finite loss or gradient and '
+                          'were skipped: see the warnings for loss, module and samples', count))
     elif rows:
         marks.append(Mark('finite values', GOOD, f'no NaN or infinite loss in the last {len(rows)} lines'))
     return marks
@@ -160,14 +166,23 @@ def _alarms(run: Run) -> List[Mark]:
     if isinstance(restarts, int) and restarts > 0:
         marks.append(Mark('restarts', WARN, f'{restarts} after crashes, the last: {run.launch.get("last_crash", "unknown")}',
                           restarts))
-    broken = sum(log.broken for log in run.logs.values())
-    if broken:
-        marks.append(Mark('log', WARN, f'{broken} line(s) of the log cannot be read (a full disk, or two runs in one folder)',
-                          broken))
     late = [duration(age) for age in [_checkpoint_age(run)] if age is not None]
     if late:
         marks.append(Mark('checkpoints', WARN, f'the newest is {late[0]} old, that is more than two epochs'))
     return marks
+
+
+def _logs(run: Run, state: Progress) -> List[Mark]:
+    """What is wrong with the log files themselves."""
+    texts = list(run.problems)
+    for log in run.logs.values():
+        if log.problem:
+            continue
+        if log.broken:
+            texts.append(f'{log.path}: {log.broken} line(s) cannot be read (a full disk, or two runs in one folder)')
+        if log.partial and state.state not in (RUNNING, STARTING):
+            texts.append(f'{log.path}: its last line is cut (killed while it was written, or a part of the file)')
+    return [Mark('log', WARN, '; '.join(texts), len(texts))] if texts else []
 
 
 def _checkpoint_age(run: Run) -> Optional[float]:

@@ -128,7 +128,8 @@ def _state(run: Run, age: Optional[float], due: Optional[float], now: float):
         if phase in ('waiting', 'stopping'):
             return RUNNING, f'{phase}: {message}', limit
         if not run.train:
-            return STARTING, f'no training line yet; the log was written {duration(age)} ago', limit
+            cut = f'; {run.problems[-1]}' if run.problems else ''
+            return STARTING, f'no training line yet; the log was written {duration(age)} ago{cut}', limit
         if _at_epoch_end(run):
             return RUNNING, f'at the end of epoch {run.train[-1].epoch}: checkpoint and evaluation', limit
         return RUNNING, f'last line {duration(age)} ago' + (f', one is due every {duration(due)}' if due else ''), limit
@@ -139,6 +140,8 @@ def _state(run: Run, age: Optional[float], due: Optional[float], now: float):
         cause = f'; {errors[0][0]} ends with: {errors[0][1]}'
     elif phase == 'running':
         cause = '; its launcher still runs: a hang, or an evaluation that takes longer than before'
+    elif run.problems:
+        cause = f'; {run.problems[-1]}'
     return SILENT, f'died or hangs: the last line is {duration(age)} old, {expected}{cause}', limit
 
 

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 NOT_VALUES = ('mode', 'epoch', 'iter')
+# Of the first line of mmcv's logs, which has no mode: what its, mmdet3d's and our training write there.
+DESCRIPTION = {'env_info', 'config', 'seed', 'exp_name', 'mmcv_version', 'hook_msgs', 'CLASSES', 'PALETTE', 'versions', 'world_size'}
+HEAD = 32  # bytes of a file that a message shows
 
 
 class MonitorError(Exception):
@@ -30,21 +33,29 @@ class Row(NamedTuple):
 class LineFollower:
     """The complete lines that were added to a file since the last call; ``tail`` is what follows the last line's end.
 
-    A file that got shorter was written anew: :meth:`read` then starts from its beginning and ``rewound`` is True.
+    A file that got shorter was written anew: :meth:`read` then starts from its beginning and ``rewound`` is True. ``size`` and
+    ``head``: bytes of the file, and the first of them; ``error``: why it cannot be read although it is there.
     """
 
     def __init__(self, path: str):
         self.path, self.offset, self.tail, self.rewound = path, 0, '', False
+        self.size, self.head, self.error = 0, b'', ''
 
     def read(self) -> List[str]:
         try:
             with open(self.path, 'rb') as stream:
-                self.rewound = os.fstat(stream.fileno()).st_size < self.offset
+                self.size = os.fstat(stream.fileno()).st_size
+                self.rewound = self.size < self.offset
                 if self.rewound:
                     self.offset = 0
+                self.head = stream.read(HEAD)
                 stream.seek(self.offset)
                 data = stream.read()
-        except OSError:  # moved aside or not there yet
+            self.error = ''
+        except FileNotFoundError:  # moved aside or not there yet
+            return []
+        except OSError as error:
+            self.error = error.strerror or str(error)
             return []
         end = data.rfind(b'\n') + 1
         self.offset += end
@@ -59,7 +70,7 @@ def _text(data: bytes) -> str:
 class JsonLog:
     """One ``.log.json``: the run's description (first line), training and evaluation rows.
 
-    ``broken`` counts complete lines that are no JSON object; ``partial`` says whether the last line is incomplete.
+    ``broken`` counts complete lines that are no line of such a log; ``partial`` says whether the last line is incomplete.
     """
 
     def __init__(self, path: str):
@@ -72,6 +83,7 @@ class JsonLog:
         self._train: List[Row] = []
         self._val: List[Row] = []
         self.broken, self.partial, self._last = 0, False, None
+        self._good, self._tail = 0, 'empty'  # lines that are what they should be; what the file ends with
 
     def refresh(self) -> None:
         lines = self.follower.read()
@@ -81,10 +93,10 @@ class JsonLog:
             kind, row = self._parse(line)
             if kind in ('train', 'val'):
                 (self._train if kind == 'train' else self._val).append(row)
-            elif kind == 'broken':
-                self.broken += 1
+            self.broken += kind == 'broken'
+            self._good += kind not in ('broken', 'empty')
         kind, row = self._parse(self.follower.tail)
-        self.partial = kind == 'broken'
+        self.partial, self._tail = kind == 'broken', kind
         self._last = (kind, row) if kind in ('train', 'val') else None  # whole, only its line's end is missing
 
     def _parse(self, line: str) -> Tuple[str, Optional[Row]]:
@@ -97,6 +109,8 @@ class JsonLog:
         if not isinstance(data, dict):
             return 'broken', None
         if 'mode' not in data:
+            if data and DESCRIPTION.isdisjoint(data):
+                return 'broken', None
             self.meta = self.meta or data
             return 'meta', None
         try:
@@ -104,6 +118,26 @@ class JsonLog:
         except (TypeError, ValueError):
             return 'broken', None
         return ('train' if data['mode'] == 'train' else 'val'), row
+
+    @property
+    def cut_at_once(self) -> bool:
+        """Whether the file ends within its first line."""
+        begun = self.follower.head.lstrip().startswith(b'{')
+        return self.partial and not self.broken and not self._good and begun
+
+    @property
+    def problem(self) -> str:
+        """Why the file tells nothing although it is not empty, with its path; '' if there is nothing to say."""
+        found = self.follower
+        if found.error:
+            return f'{self.path}: cannot be read: {found.error}'
+        if not found.size or self._good or self._tail in ('train', 'val', 'meta'):
+            return ''
+        if self.cut_at_once:
+            return (f'{self.path}: is cut within its first line ({found.size} bytes): the run was killed as it began to write, or '
+                    'this is a part of the file')
+        what = 'holds only zero bytes (the machine lost power?)' if not found.head.strip(b'\0') else f'begins with {found.head!r}'
+        return f'{self.path}: holds no line that mmcv\'s runner writes, so it is no .log.json, or a damaged one; it {what}'
 
     @property
     def train(self) -> List[Row]:

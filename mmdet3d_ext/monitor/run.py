@@ -21,6 +21,8 @@ PICTURES = ('pictures', 'viz', 'visualizations', 'predictions', 'eval')  # where
 class Run:
     """Everything that can be said about a run from its folder (or from one ``.log.json``). :meth:`refresh` reads what is new.
 
+    ``problems``: what is wrong with log files that tell nothing, each with its path.
+
     Raises:
         MonitorError: no such place, or nothing there that a run writes.
     """
@@ -36,7 +38,7 @@ class Run:
         self.texts: Dict[str, TextLog] = {}
         self.refresh()
         if self.single and not self._ordered()[0].meta and not self.train and not self.val:
-            raise MonitorError(f'{place}: holds no line that mmcv\'s runner writes; is it a .log.json?')
+            raise MonitorError(next(iter(self.problems), f'{place}: is empty; give the .log.json of a run'))
 
     def refresh(self) -> None:
         """Read what was added since the last call."""
@@ -54,6 +56,10 @@ class Run:
             self.texts[path].refresh()
         for path in set(self.logs) - set(paths):  # moved aside by a new run
             del self.logs[path], self.texts[path]
+        self.problems = [log.problem for log in self._ordered() if log.problem]
+        told = any(not log.problem or log.cut_at_once for log in self.logs.values())
+        if self.logs and not told and not os.path.isdir(os.path.join(self.folder, 'launch')):
+            raise MonitorError('; '.join(self.problems[-3:]))
         self.train, self.val, self.joints = join(self._ordered())
         self._measure()
         self.launch = self._launch_state()

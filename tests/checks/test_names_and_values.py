@@ -21,6 +21,8 @@ REFUSED = [  # words, what the one error says after its place, what it says to w
     (['--data.samples_per_gpu', '0'], 'must be a whole number >= 1, got 0', {'data.samples_per_gpu': 1}),
     (['--data.workers_per_gpu', '-1'], 'must be a whole number >= 0, got -1', {'data.workers_per_gpu': 0}),
     (['--log_config.interval', '1.5'], 'must be a whole number >= 1, got 1.5', {'log_config.interval': 1}),
+    (['--evaluation.thresholds', '[0.5, 50]'],
+     'must be a list of probabilities between 0 and 1, got [0.5, 50] (null: 0.35, 0.40, ... 0.65)', {}),
     (['--optimizer_config.grad_clip', '35'], 'must be a mapping such as {max_norm: 35, norm_type: 2} or null, got 35', {}),
     (['--object_classes', '[car, truk]'], "NuScenesDataset: object_classes holds the unknown class 'truk'; did you mean 'truck'?", {}),
     (['--object_classes', '[car, car]'], "NuScenesDataset: object_classes names a class twice: ['car', 'car']", {}),

@@ -94,6 +94,19 @@ def test_choice_of_evaluators():
     assert [e.task for e in build_evaluators({}, data, '.', ['map'])] == ['map']
 
 
+def test_thresholds_of_the_configuration(monkeypatch):
+    from mmdet3d_ext.engine import evaluate as module
+    monkeypatch.setattr(module, 'NuScenesDetectionMetric', lambda *_: None)
+    step = type('LoadBEVSegmentation', (), {'classes': ('a', 'b'), 'grid': GRID})()
+    data = SimpleNamespace(transforms=[step], dataset_root='', version='', poses=None, CLASSES=(), eval_version=None, modality=None)
+    for cfg, wanted in (({}, 7), ({'evaluation': None}, 7), ({'evaluation': {'thresholds': [0.1, 0.5]}}, 2)):
+        metric = build_evaluators(cfg, data, '.')[1].metric
+        assert len(metric.thresholds) == wanted
+    metric.update('x', torch.full((2, *GRID.shape), 0.2), torch.ones(2, *GRID.shape))
+    found = metric.compute()
+    assert found['map/a/iou@0.10'] == pytest.approx(1) and found['map/a/iou@0.50'] == 0 and found['map/a/iou@max'] == pytest.approx(1)
+
+
 def test_table_and_file(tmp_path):
     metrics = {'object/nds': 0.25, 'object/map': 0.125, 'map/drivable_area/iou@max': 0.5, 'map/mean/iou@max': 0.5,
                'map_ref/drivable_area/iou@max': float('nan'), 'map_ref/mean/iou@max': 0.75}

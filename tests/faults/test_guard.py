@@ -13,6 +13,8 @@ from mmcv.runner import HOOKS, Hook  # noqa: E402
 
 from mmdet3d_ext.engine.checkpoint import list_checkpoints, read_checkpoint, write_atomic  # noqa: E402
 from mmdet3d_ext.engine.replay import replay, report  # noqa: E402
+from mmdet3d_ext.monitor.health import BAD, health  # noqa: E402
+from mmdet3d_ext.monitor.run import Run  # noqa: E402
 
 GUARD = {'max_consecutive': 4, 'action': 'rollback', 'lr_factor': 0.5, 'max_rollbacks': 2, 'save_batches': 2,
          'spike': {'window': 20, 'factor': 5.0}}
@@ -167,6 +169,67 @@ def test_rollbacks_end_and_a_run_may_stop_at_once(tmp_path, fault_record):
     assert 'no checkpoint from before that can be read' in screen(none)
     fault_record('losses stay NaN at any rate', 'the run stops with an error after guard.max_rollbacks', 'nothing: all files hold '
                  'finite weights')
+
+
+@pytest.mark.parametrize('world', [1, 2])
+@pytest.mark.parametrize('bad, code', [(1, 0), (2, 0), (3, 4), (6, 4), (12, 4)])
+def test_a_run_that_ends_among_non_finite_steps_says_so(tmp_path, fault_record, world, bad, code):
+    """12 updates in two epochs of which the last ``bad`` are NaN, too few for the guard to act."""
+    FaultyModel.strike = diverge
+    data = {**DATA, 'train': {**DATA['train'], 'size': 24 * world}}
+    config = settings(tmp_path, '--max_epochs', 2, data=data, guard={**GUARD, 'max_consecutive': 50},
+                      custom_hooks=[{'type': 'FaultyDivergence', 'step': 24 - 2 * bad, 'limit': 0.0}])
+    assert run(tmp_path, config, world=world)[0] == code
+    end, text = content(tmp_path), screen(tmp_path)
+    assert finite(end) and end['optimizer_hook']['counts'] == {'steps': 12 - bad, 'scaler_skips': 0, 'nonfinite_skips': bad}
+    assert end['optimizer_hook']['consecutive'] == bad
+    words = 'the run ends with %d non-finite step%s in a row, too few for the guard to act (guard.max_consecutive is 50); the weights are ' \
+            'those of the last finite step' % (bad, 's' * (bad > 1)) if bad < 12 else \
+            'no step of this run was finite (12 in a row, too few for the guard to act'
+    assert text.count(f'ERROR - ALARM: {words}') == 1
+    assert ('NonFiniteError: ' + words in text) == (code == 4)
+    assert f'epoch 2: {min(bad, 6)} of 6 updates were not finite and left out' in text
+    marks = {mark.name: mark for mark in health(Run(str(tmp_path / 'run')))}
+    assert marks['alarms'].level == BAD and words[:40] in marks['alarms'].text
+    if world == 1 and bad in (1, 3):
+        fault_record(f'a run ends with {bad} non-finite step{"s" * (bad > 1)}, too few for the guard to act',
+                     f'an ALARM line, exit code {code}', 'nothing: weights are those of the last finite step')
+
+
+def test_a_run_that_is_stopped_among_non_finite_steps_says_so_and_counts_on(tmp_path):
+    FaultyModel.strike = diverge
+    hooks = [{'type': 'FaultyDivergence', 'step': 4, 'limit': 0.0}, {'type': 'FaultyKill', 'step': 7, 'blow': 'SIGTERM'}]
+    config = settings(tmp_path, '--max_epochs', 1, guard={**GUARD, 'max_consecutive': 50}, custom_hooks=hooks)
+    assert run(tmp_path, config) == [75]
+    assert 'ALARM: the run was stopped among non-finite steps (3 in a row' in screen(tmp_path)
+    config = settings(tmp_path, '--max_epochs', 1, guard={**GUARD, 'max_consecutive': 50}, custom_hooks=hooks[:1])
+    assert run(tmp_path, config, resume='auto') == [4]
+    assert 'no step of this run was finite (4 in a row' in screen(tmp_path)
+
+
+def test_skips_that_are_never_many_in_a_row_are_told_at_the_end_of_the_epoch(tmp_path):
+    FaultyModel.strike = at_token('token-5', spoil_loss(float('nan')))
+    few = {**DATA, 'train': {**DATA['train'], 'size': 88}}
+    assert run(tmp_path, settings(tmp_path, '--max_epochs', 1, data=few, guard=GUARD)) == [0]
+    assert 'WARNING - epoch 1: 1 of 22 updates were not finite and left out\n' in screen(tmp_path)
+    assert run(tmp_path / 'b', settings(tmp_path / 'b', '--max_epochs', 1, guard=GUARD)) == [0]
+    assert 'ERROR - ALARM: epoch 1: 1 of 6 updates were not finite and left out. Lower the learning' in screen(tmp_path / 'b')
+
+
+@pytest.mark.parametrize('what', ['loss', 'gradient'])
+def test_the_log_s_means_are_over_the_finite_steps(tmp_path, what):
+    """One sample's step is skipped: its interval's line has the mean of the others, and says that one is missing."""
+    import json
+    import math
+    FaultyModel.strike = at_token('token-5', (spoil_loss if what == 'loss' else spoil_gradient)(float('nan')))
+    log = {'interval': 4, 'hooks': [{'type': 'TextLoggerHook'}]}
+    accumulation = {**CHANGES['optimizer_config'], 'cumulative_iters': 1}
+    assert run(tmp_path, settings(tmp_path, '--max_epochs', 1, log_config=log, optimizer_config=accumulation, guard=GUARD)) == [0]
+    path, = (tmp_path / 'run').glob('*.log.json')
+    rows = [row for row in map(json.loads, path.read_text().splitlines()) if row.get('mode') == 'train']
+    assert len(rows) == 3 and all(math.isfinite(value) for row in rows for value in row.values() if isinstance(value, float))
+    assert sorted(row.get('nonfinite_steps', 0) for row in rows) == [0, 0, 1]
+    assert screen(tmp_path).count('nonfinite_steps: 1') == 1
 
 
 def test_a_spike_raises_an_alarm_and_keeps_the_checkpoint_before_it(tmp_path, fault_record):

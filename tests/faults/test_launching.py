@@ -201,18 +201,97 @@ def test_foreground_shows_the_run_and_ctrl_c_stops_it_in_order(runs):
     assert runs.weight()['step'] > 0
 
 
-def test_a_killed_supervisor_is_told_and_its_run_can_still_be_stopped(runs, fault_record):
-    runs.start(steps=10000, every=5000)
-    runs.until_training()
+def kill_supervisor(runs):
     processes.send([runs.state().supervisor], signal.SIGKILL)
     assert wait_until(lambda: not state.supervised(str(runs.folder / 'run')), 5)
+
+
+@pytest.mark.parametrize('ranks', [1, 2])
+def test_a_killed_supervisor_is_told_and_its_run_can_still_be_stopped(runs, fault_record, ranks):
+    runs.start(ranks=ranks, steps=10000, every=5000)
+    runs.until_training(ranks=ranks)
+    kill_supervisor(runs)
     status = runs.tool('status', 'run')
-    assert status.returncode == 3 and 'unsupervised: the supervisor was killed' in status.stdout
+    assert status.returncode == 0 and 'unsupervised: the supervisor was killed' in status.stdout, 'the run lives'
+    assert 'attempt 1: running, ' in status.stdout and '(ended)' in status.stdout
+    assert runs.tool('status', '.').returncode == 0
     refused = runs.start(words=['--resume_from', 'auto'])
     assert refused.returncode == 2 and 'still live there' in refused.stderr
     done = runs.tool('stop', 'run')
     assert done.returncode == 0 and runs.weight()['step'] > 0 and processes.of_run(runs.tokens[0]) == []
-    fault_record('the supervisor is killed', 'the ranks train on; status says so, stop still writes a checkpoint')
+    assert done.stdout.startswith(f'stopped: stopped; the newest checkpoint is {runs.folder}/run/iter_{runs.weight()["step"]}.pth'), done
+    status = runs.tool('status', 'run')
+    assert status.returncode == 3 and 'run  stopped: stopped; the newest checkpoint is' in status.stdout
+    assert 'running' not in status.stdout and 'attempt 1: stopped, ' in status.stdout and 'rank 0: ended with 75' in status.stdout
+    step = runs.weight()['step']
+    runs.start(ranks=ranks, words=['--resume_from', 'auto'], steps=step + 5, every=1000)
+    runs.until(state.FINISHED)
+    assert runs.weight() == expected(step + 5)
+    fault_record('the supervisor is killed', 'the ranks train on; status says so, stop still writes a checkpoint and names it')
+
+
+@pytest.mark.parametrize('how, phase, code, words', [
+    ('end', 'finished', 0, 'trained to the end; the newest checkpoint is'),
+    ('crash', 'failed', 3, 'rank 1 ended with exit code 1; the newest checkpoint is'),
+    ('signal', 'stopped', 3, 'stopped; the newest checkpoint is'),
+    ('gone', 'failed', 3, 'the supervisor and its ranks are gone (the machine restarted?)')])
+def test_the_end_of_a_run_without_supervisor_is_told_all_the_same(runs, how, phase, code, words):
+    runs.start(steps=60 if how == 'end' else 10000, every=5,
+               faults=[{'rank': 1, 'step': 40, 'do': 'raise'}] if how == 'crash' else [])
+    runs.until_training()
+    kill_supervisor(runs)
+    if how == 'signal':
+        processes.send([record['pid'] for record in state.records(state.attempt_dir(str(runs.folder / 'run'), 1), 2).values()],
+                       signal.SIGTERM)
+    if how == 'gone':
+        assert processes.kill_run(runs.tokens[0]) == []
+    assert wait_until(lambda: not processes.of_run(runs.tokens[0]), 30)
+    status = runs.tool('status', 'run')
+    assert status.returncode == code and f'run  {phase}: {words}' in status.stdout, status.stdout
+    assert 'running,' not in status.stdout and 'nobody saw its end' in status.stdout
+    done = runs.tool('stop', 'run')
+    assert done.returncode == 0 and f'does not run ({phase}: {words}' in done.stdout
+
+
+def test_a_supervisor_that_is_killed_while_it_stops_the_run(runs):
+    """stop goes on alone, within its time."""
+    runs.start(steps=10000, every=5000, saving=2.0)
+    runs.until_training()
+    stopping = subprocess.Popen([*TOOL, 'stop', 'run'], cwd=runs.folder, stdout=subprocess.PIPE, text=True)
+    runs.until(state.STOPPING)
+    kill_supervisor(runs)
+    assert stopping.communicate(timeout=30)[0].startswith('stopped: stopped; the newest checkpoint is') and stopping.returncode == 0
+    assert runs.weight()['step'] > 0 and processes.of_run(runs.tokens[0]) == []
+
+
+def test_stop_now_without_a_supervisor(runs):
+    runs.start(steps=10000, every=5)
+    runs.until_training()
+    kill_supervisor(runs)
+    done = runs.tool('stop', 'run', '--now')
+    assert done.returncode == 0 and done.stdout.startswith('stopped: stopped without a last checkpoint; the newest checkpoint is'), done
+    assert processes.of_run(runs.tokens[0]) == []
+
+
+def test_an_attempt_that_cannot_be_started_is_tried_again(tmp_path, monkeypatch):
+    """A full disk at the moment of a restart must not end the supervisor."""
+    from mmdet3d_ext.launching import launchers, supervisor
+    run_dir = str(tmp_path / 'run')
+    os.close(state.take_lock(run_dir))
+    description = state.State(run_dir, 'token-of-nobody', socket.gethostname(), 1, 'python', 'test', [sys.executable, '-c', 'pass'], {}, 3)
+    written, tries = launchers.write_plan, []
+
+    def full(*arguments, **keywords):
+        tries.append(1)
+        if len(tries) < 3:
+            raise OSError(28, 'No space left on device', f'{run_dir}/launch/attempt_001/plan.json')
+        return written(*arguments, **keywords)
+
+    monkeypatch.setattr(supervisor, 'write_plan', full)
+    monkeypatch.setattr(supervisor.Supervisor, '_catch_signals', lambda self: None)
+    watcher = supervisor.Supervisor(description, launchers.Choice('python', ''), supervisor.ExitCodes(stopped=75), first_pause=0.05)
+    assert watcher.run() == 0 and len(description.history) == 3 and description.phase == state.FINISHED
+    assert 'python could not be started' in description.last_crash and 'No space left on device' in description.last_crash
 
 
 def test_what_a_dead_rank_leaves_behind_is_cleared_away(runs, fault_record):

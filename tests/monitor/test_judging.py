@@ -175,6 +175,37 @@ def test_a_non_finite_loss_is_named(tmp_path):
     assert mark.level == BAD and 'loss/map/stop_line/focal' in mark.text
 
 
+def test_skipped_steps_are_counted_where_the_means_are_finite(tmp_path):
+    rows = constant()
+    rows[-2]['nonfinite_steps'], rows[-5]['nonfinite_steps'] = 2, 1
+    mark = marks_of(make_run(tmp_path / 'run', rows))['finite values']
+    assert mark.level == WARN and mark.value == 3 and '3 step(s) of the last 10 lines' in mark.text
+
+
+def test_what_is_wrong_with_the_log_files_is_a_mark(tmp_path):
+    folder = make_run(tmp_path / 'run', schedule(upto=(2, 500)), age=9999)
+    path = folder / '20261130_080000.log.json'
+    path.write_text(path.read_text()[:-30])
+    (folder / '20261130_090000.log.json').write_bytes(b'\x00\x01\x02\n')
+    set_age(folder, 9999)
+    mark = marks_of(folder)['log']
+    assert mark.level == WARN and f'{path}: its last line is cut' in mark.text
+    assert "20261130_090000.log.json: holds no line that mmcv's runner writes" in mark.text
+    set_age(folder, 1)
+    assert 'its last line is cut' not in marks_of(folder)['log'].text, 'it is being written'
+
+
+def test_a_run_that_died_in_its_first_line_is_told(tmp_path):
+    folder = tmp_path / 'run'
+    folder.mkdir()
+    (folder / 'a.log.json').write_text('{"exp_name": "x.ya')
+    for age, state in ((5, STARTING), (3000, SILENT)):
+        set_age(folder, age)
+        found = state_of(folder)
+        assert found.state == state and 'a.log.json: is cut within its first line (18 bytes)' in found.text
+        assert marks_of(folder)['log'].level == WARN
+
+
 def test_a_rising_loss_is_seen(tmp_path):
     rows = schedule(upto=(3, 500))
     falling = marks_of(make_run(tmp_path / 'a', rows))['total loss']

@@ -145,6 +145,70 @@ def test_what_is_no_run_is_said(tmp_path, make, words):
         Run(str(make(tmp_path / 'x')))
 
 
+GARBAGE = {
+    'binary': (b'\x89PNG\r\n\x1a\n' + bytes(range(256)) * 20, "begins with b'\\x89PNG"),
+    'binary without a line end': (bytes(range(11, 256)) * 20, r"begins with b'\x0b\x0c"),
+    'text': (b'hello\nworld\n', "begins with b'hello"),
+    'zeros': (bytes(4096), 'holds only zero bytes (the machine lost power?)'),
+    'other JSON': (b'{"loss": 1.5}\n{"loss": 1.4}\n', "begins with b'{\"loss"),
+    'a list': (b'[1, 2, 3]\n', "begins with b'[1, 2"),
+    'UTF-16': (json.dumps(meta()).encode('utf-16') + '\n'.encode('utf-16'), 'begins with'),
+}
+
+
+@pytest.mark.parametrize('kind', GARBAGE)
+def test_a_log_that_is_none_is_named_with_what_it_holds(tmp_path, kind):
+    content, words = GARBAGE[kind]
+    folder = tmp_path / 'run'
+    folder.mkdir()
+    path = folder / '20261130_080000.log.json'
+    path.write_bytes(content)
+    for place in (folder, path):
+        with pytest.raises(MonitorError) as error:
+            Run(str(place))
+        assert str(path) in str(error.value) and words in str(error.value) and "no line that mmcv's runner writes" in str(error.value)
+    make_run(folder, schedule(upto=(2, 500)), stamp='20261130_090000')  # beside one that can be read it is a mark
+    run = Run(str(folder))
+    assert len(run.train) == 30 and len(run.problems) == 1 and str(path) in run.problems[0]
+
+
+@pytest.mark.parametrize('length', [1, 40, -2])
+def test_a_log_cut_within_its_first_line_is_said_to_be(tmp_path, length):
+    folder = tmp_path / 'run'
+    folder.mkdir()
+    path = folder / '20261130_080000.log.json'
+    whole = json.dumps(meta())
+    path.write_text(whole[:length])
+    run = Run(str(folder))
+    assert run.problems == [f'{path}: is cut within its first line ({len(whole[:length])} bytes): the run was killed as it began to '
+                            'write, or this is a part of the file']
+    with pytest.raises(MonitorError, match='is cut within its first line'):
+        Run(str(path))
+    path.write_text(whole)  # the run was just writing it
+    run.refresh()
+    assert run.problems == [] and run.ranks == 8
+    with open(path, 'a') as stream:
+        stream.write('\n' + json.dumps(train_row(1, 50, 0.1)) + '\n')
+    run.refresh()
+    assert run.problems == [] and len(run.train) == 1
+
+
+def test_an_empty_log_is_a_run_that_starts_and_no_run_alone(tmp_path):
+    (tmp_path / 'run').mkdir()
+    path = tmp_path / 'run' / 'a.log.json'
+    path.touch()
+    assert Run(str(path.parent)).problems == []
+    with pytest.raises(MonitorError, match='a.log.json: is empty'):
+        Run(str(path))
+
+
+def test_a_log_that_may_not_be_read_is_told(tmp_path):
+    path = tmp_path / 'run' / 'a.log.json'
+    path.mkdir(parents=True)  # as root no file is closed, but a folder is no file
+    with pytest.raises(MonitorError, match=r'a.log.json: cannot be read: Is a directory'):
+        Run(str(path.parent))
+
+
 def test_the_folder_above_the_runs_names_the_runs(tmp_path):
     make_run(tmp_path / 'phase3')
     with pytest.raises(MonitorError, match='phase3'):

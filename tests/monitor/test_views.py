@@ -245,8 +245,13 @@ def test_check_is_for_cron(tmp_path):
 @pytest.mark.parametrize('words, text', [
     (['nowhere'], 'no such run folder'), (['RUN', '--compare', 'RUN'], '--compare goes with --html'),
     (['RUN', '--follow', '0'], '--follow must be'), (['RUN', '--html', '/nowhere/x.html'], '/nowhere/x.html: No such file'),
-    (['RUN', '--html', 'x.html', '--compare', 'nowhere'], 'nowhere: no such run folder')])
+    (['RUN', '--html', 'x.html', '--compare', 'nowhere'], 'nowhere: no such run folder'), (['RUN', '--follow', 'nan'], '--follow must be'),
+    (['RUN', '--html', 'x.html', '--compare', 'bad'], "bad/a.log.json: holds no line that mmcv's runner writes"),
+    (['bad'], "bad/a.log.json: holds no line that mmcv's runner writes"), (['bad', '--check'], 'bad/a.log.json'),
+    (['bad', '--follow'], 'bad/a.log.json'), (['bad/a.log.json'], 'bad/a.log.json')])
 def test_mistakes_get_one_line(tmp_path, words, text):
+    (tmp_path / 'bad').mkdir()
+    (tmp_path / 'bad' / 'a.log.json').write_bytes(bytes(range(256)))
     folder = str(make_run(tmp_path / 'run', schedule(upto=(1, 500))))
     done = run_tool(*[folder if word == 'RUN' else word for word in words], cwd=tmp_path)
     assert done.returncode == 2 and text in done.stderr and len(done.stderr.splitlines()) == 1

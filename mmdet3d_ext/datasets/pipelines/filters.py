@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from ...registry import PIPELINES
+from .common import rows
 
 
 def _check_range(point_cloud_range: Sequence[float], owner: object) -> np.ndarray:
@@ -24,10 +25,18 @@ class PointsRangeFilter:
     def __init__(self, point_cloud_range: Sequence[float]):
         self.bounds = _check_range(point_cloud_range, self)
 
+    def _inside(self, points: np.ndarray) -> np.ndarray:
+        mask = np.ones(len(points), dtype=bool)
+        for axis in range(3):
+            mask &= points[:, axis] > self.bounds[axis]
+            mask &= points[:, axis] < self.bounds[axis + 3]
+        return mask
+
     def __call__(self, data: Dict[str, Any]) -> Dict[str, Any]:
         for key in ('points', 'radar'):
             if data.get(key) is not None:
-                data[key] = data[key][data[key].in_range_3d(self.bounds.tolist())]
+                tensor = data[key].tensor
+                data[key] = data[key].new_point(rows(tensor, self._inside(tensor.numpy())))
         return data
 
 
@@ -78,5 +87,7 @@ class PointShuffle:
     def __call__(self, data: Dict[str, Any]) -> Dict[str, Any]:
         if data.get('points') is not None:
             points = data['points']
-            data['points'] = points.new_point(points.tensor[torch.from_numpy(np.random.permutation(len(points)))])
+            # torch's generator permutes several times faster than numpy's; its seed is numpy's, as of every other draw.
+            draw = torch.Generator().manual_seed(int(np.random.randint(2 ** 31)))
+            data['points'] = points.new_point(rows(points.tensor, torch.randperm(len(points), generator=draw).numpy()))
         return data

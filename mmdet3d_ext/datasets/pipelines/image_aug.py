@@ -85,14 +85,21 @@ class ImageAug3D:
         left, top = draw.crop
         right, bottom = left + final_width, top + final_height
         width, height = draw.size
-        if self.compat == 'reference' or left < 0 or top < 0 or right > width or bottom > height:
+        # The part of the crop that the resized image covers; around it is black.
+        inside = (max(left, 0), max(top, 0), min(right, width), min(bottom, height))
+        if inside[0] >= inside[2] or inside[1] >= inside[3]:
+            part = np.zeros((final_height, final_width, 3), np.uint8)
+        elif self.compat == 'reference':
             whole = image if isinstance(image, Image.Image) else Image.fromarray(as_rgb_array(image))
             part = np.asarray(whole.resize(draw.size, Image.BICUBIC).crop((left, top, right, bottom)))
         else:
             # Resample only what the crop keeps: the same filter, equal to one or two grey levels.
             pixels, factor = image.at_least(draw.size) if isinstance(image, EncodedImage) else (as_rgb_array(image), 1)
             step = [old / (factor * new) for old, new in zip(_size(image), draw.size)]
-            part = resample(pixels, step, draw.crop, (final_width, final_height))
+            part = resample(pixels, step, inside[:2], (inside[2] - inside[0], inside[3] - inside[1]))
+            if inside != (left, top, right, bottom):
+                part = cv2.copyMakeBorder(part, inside[1] - top, bottom - inside[3], inside[0] - left, right - inside[2],
+                                          cv2.BORDER_CONSTANT)
         if draw.flip:
             part = cv2.flip(part, 1)
         if draw.degrees:

@@ -84,7 +84,8 @@ def resample(image: np.ndarray, step: Tuple[float, float], corner: Tuple[int, in
     # The public interpolate() cannot take a scale and a size, so its operator is called: new pixels are then counted from the
     # image's corner, whatever is left out behind. Rows before the first needed one are not filled and not used.
     operator = torch.ops.aten._upsample_bicubic2d_aa
-    source = torch.from_numpy(image[first:last]).permute(2, 0, 1)[None]
+    needed = image[first:last]
+    source = torch.from_numpy(needed if needed.flags.writeable else needed.copy()).permute(2, 0, 1)[None]
     wide = torch.empty((1, last, left + width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
     operator.out(source, [last - first, left + width], False, None, 1 / step_x, out=wide[:, :, first:])
     done = operator(wide, [top + height, left + width], False, 1 / step_y, None)

@@ -10,7 +10,7 @@ from ...geometry.grid import AxisSpec, BevGrid
 from ...geometry.transforms import bev_affine, bev_flip
 from ...registry import PIPELINES
 from .common import CREATE_DATA, check_compat, lidar_aug_matrix, require
-from .map_layers import LINE_LAYERS, POLYGON_LAYERS, load_map
+from .map_layers import LINE_LAYERS, POLYGON_LAYERS, MapData, load_map
 from .map_raster import devkit_mask, fill
 
 # Classes that join several map layers; every other class is the layer of its name.
@@ -70,27 +70,31 @@ class LoadBEVSegmentation:
                                                    f'again with: {CREATE_DATA}')
         ego_from_lidar = require(data, 'lidar2ego', self, f'make the info file with: {CREATE_DATA}')
         world_from_ego = require(data, 'ego2global', self, f'make the info file with: {CREATE_DATA}')
-        layers = load_map(self.dataset_root, location).layers(self.layer_names)
+        map_data = load_map(self.dataset_root, location)
+        layers = map_data.layers(self.layer_names)  # all in one pass over the file
         augmented_from_lidar = lidar_aug_matrix(data)
         if self.compat == 'reference':
             flips = [bool(data.get(f'pcd_{name}_flip', False)) for name in ('horizontal', 'vertical')]
             masks = self._reference_masks(layers, world_from_ego, ego_from_lidar, augmented_from_lidar, *flips)
+            labels = np.zeros((len(self.classes), *self.grid.shape), np.int64)
+            for label, name in zip(labels, self.classes):
+                for layer in self.layers_of[name]:
+                    label[masks[layer]] = 1
         else:
-            masks = self._masks(layers, world_from_ego, ego_from_lidar, augmented_from_lidar)
-        labels = np.zeros((len(self.classes), *self.grid.shape), np.int64 if self.compat == 'reference' else np.uint8)
-        for label, name in zip(labels, self.classes):
-            for layer in self.layers_of[name]:
-                label[masks[layer]] = 1
+            labels = self._labels(map_data, world_from_ego, ego_from_lidar, augmented_from_lidar)
         data['gt_masks_bev'] = labels
         data['bev_grid'] = self.grid
         return data
 
-    def _masks(self, layers, world_from_ego, ego_from_lidar, augmented_from_lidar) -> Dict[str, np.ndarray]:
+    def _labels(self, map_data: MapData, world_from_ego, ego_from_lidar, augmented_from_lidar) -> np.ndarray:
         world_from_augmented = (np.asarray(world_from_ego, np.float64) @ np.asarray(ego_from_lidar, np.float64)
                                 @ np.linalg.inv(augmented_from_lidar.astype(np.float64)))
         ground = float(world_from_ego[2, 3])  # the ego frame sits on the ground
         bev_from_world = bev_affine(np.linalg.inv(world_from_augmented), ground)
-        return {name: fill(layer.edges(self.line_width), bev_from_world, self.grid) for name, layer in layers.items()}
+        labels = np.empty((len(self.classes), *self.grid.shape), np.uint8)
+        for label, name in zip(labels, self.classes):
+            fill(map_data.edges(self.layers_of[name], self.line_width), bev_from_world, self.grid, out=label.view(bool))
+        return labels
 
     def _reference_masks(self, layers, world_from_ego, ego_from_lidar, augmented_from_lidar, horizontal,
                          vertical) -> Dict[str, np.ndarray]:

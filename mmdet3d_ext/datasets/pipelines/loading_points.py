@@ -5,10 +5,12 @@ import os
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 import numpy as np
+import torch
 from mmdet3d.core.points import BasePoints, get_points_type
 
+from ...geometry.transforms import homogeneous
 from ...registry import PIPELINES
-from .common import CREATE_DATA, check_compat, require, warn_once
+from .common import CREATE_DATA, check_compat, move, require, warn_once
 
 RING, TIME = 4, 4  # the fifth value of a nuScenes point is the ring on disk and the time lag once loaded
 NUM_BEAMS = 32  # beams of the car's Velodyne HDL-32E
@@ -69,6 +71,11 @@ def _columns(use_dim: Union[int, Sequence[int]], load_dim: int, owner: str) -> L
     return columns
 
 
+def _picked(points: np.ndarray, columns: List[int]) -> np.ndarray:
+    """``points[:, columns]``; the points themselves where that is all of them in order."""
+    return points if columns == list(range(points.shape[1])) else points[:, columns]
+
+
 def _check_options(owner: str, load_dim: int, load_augmented: Optional[str], reduce_beams: Optional[int]) -> None:
     if load_augmented is not None:
         raise ValueError(f'{owner}: load_augmented={load_augmented!r} (painted or virtual points) is not supported; write null')
@@ -108,7 +115,8 @@ class LoadPointsFromFile:
 
     def __call__(self, data: Dict[str, Any]) -> Dict[str, Any]:
         path = require(data, 'lidar_path', self, f'the info file is incomplete; make it with: {CREATE_DATA}')
-        points = keep_beams(read_points(path, self.load_dim), self.reduce_beams)[:, self.use_dim]
+        points = keep_beams(read_points(path, self.load_dim), self.reduce_beams)
+        points = _picked(points, self.use_dim)
         data['points'] = self.points_class(points, points_dim=points.shape[1])
         return data
 
@@ -164,18 +172,34 @@ class LoadPointsFromMultiSweeps:
         if key_frame.tensor.shape[1] != self.load_dim:
             raise ValueError(f'LoadPointsFromMultiSweeps: the key frame has {key_frame.tensor.shape[1]} columns, load_dim is '
                              f'{self.load_dim}; load it with use_dim: {self.load_dim}')
-        points = key_frame.tensor.numpy().copy()
-        points[:, TIME] = 0
-        clouds = [points[far_enough(points)] if self.remove_close_key_frame else points]
+        key_points = key_frame.tensor.numpy()
         sweeps = require(data, 'sweeps', self, f'the info file is incomplete; make it with: {CREATE_DATA}')
-        if len(sweeps) == 0:
-            if self.pad_empty_sweeps:
-                clouds += [points[far_enough(points)] if self.remove_close else points] * self.sweeps_num
-        else:
+        chosen = [sweeps[i] for i in self._choose(len(sweeps), data)]
+        repeats = self.sweeps_num if self.pad_empty_sweeps and not len(sweeps) else 0
+        clouds = [keep_beams(read_points(sweep['data_path'], self.load_dim), self.reduce_beams) for sweep in chosen]
+        # One array for all, filled cloud by cloud while each is in the processor's cache.
+        points = np.empty((len(key_points) * (1 + repeats) + sum(map(len, clouds)), self.load_dim), np.float32)
+        end = 0
+
+        def append(cloud: np.ndarray, remove_close: bool, lag: float) -> np.ndarray:
+            nonlocal end
+            if remove_close:
+                cloud = np.compress(far_enough(cloud), cloud, axis=0)
+            begin, end = end, end + len(cloud)
+            points[begin:end] = cloud
+            points[begin:end, TIME] = lag
+            return points[begin:end]
+
+        append(key_points, self.remove_close_key_frame, 0.0)
+        for _ in range(repeats):
+            append(key_points, self.remove_close, 0.0)
+        if chosen:
             key_time = require(data, 'timestamp', self, f'make the info file with: {CREATE_DATA}') / 1e6
-            clouds += [self._load_sweep(sweeps[i], key_time) for i in self._choose(len(sweeps), data)]
-        merged = np.concatenate(clouds)[:, self.use_dim]
-        data['points'] = type(key_frame)(merged, points_dim=merged.shape[1])
+        for sweep, cloud in zip(chosen, clouds):
+            placed = append(cloud, self.remove_close, key_time - sweep['timestamp'] / 1e6)
+            move(torch.from_numpy(placed), homogeneous(sweep['sensor2lidar_rotation'], sweep['sensor2lidar_translation']))
+        points = _picked(points[:end], self.use_dim)
+        data['points'] = type(key_frame)(points, points_dim=points.shape[1])
         return data
 
     def _choose(self, available: int, data: Dict[str, Any]) -> np.ndarray:
@@ -187,13 +211,3 @@ class LoadPointsFromMultiSweeps:
         if test_mode:
             return np.arange(self.sweeps_num)
         return np.random.choice(available, self.sweeps_num, replace=False)
-
-    def _load_sweep(self, sweep: Dict[str, Any], key_time: float) -> np.ndarray:
-        points = keep_beams(read_points(sweep['data_path'], self.load_dim), self.reduce_beams)
-        if self.remove_close:
-            points = points[far_enough(points)]
-        lidar_from_sweep = np.asarray(sweep['sensor2lidar_rotation'], dtype=np.float64)
-        shift = np.asarray(sweep['sensor2lidar_translation'], dtype=np.float64)
-        points[:, :3] = points[:, :3] @ lidar_from_sweep.T + shift
-        points[:, TIME] = key_time - sweep['timestamp'] / 1e6
-        return points

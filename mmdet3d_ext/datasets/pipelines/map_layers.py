@@ -58,12 +58,20 @@ class Edges:
         return cls(np.where(turned, end, start), np.where(turned, start, end), np.concatenate([[0], np.cumsum(counts)]),
                    shapely.bounds(polygons))
 
+    @classmethod
+    def joined(cls, parts: Sequence['Edges']) -> 'Edges':
+        """The edges of all ``parts``."""
+        counts = np.concatenate([np.diff(part.first) for part in parts])
+        return cls(np.concatenate([part.start for part in parts]), np.concatenate([part.end for part in parts]),
+                   np.concatenate([[0], np.cumsum(counts)]), np.concatenate([part.boxes for part in parts]))
+
     def near(self, box: Tuple[float, float, float, float]) -> Tuple[np.ndarray, np.ndarray]:
         """``start``, ``end`` (E', 2) of the polygons whose bounding box meets ``box`` (x_lo, y_lo, x_hi, y_hi)."""
         hit = _meeting(self.boxes, box)
         if not len(hit):
             return self.start[:0], self.end[:0]
-        index = np.concatenate([np.arange(self.first[p], self.first[p + 1]) for p in hit])
+        counts = self.first[hit + 1] - self.first[hit]
+        index = np.arange(counts.sum()) + np.repeat(self.first[hit] - (np.cumsum(counts) - counts), counts)
         return self.start[index], self.end[index]
 
 
@@ -121,6 +129,7 @@ class MapData:
     def __init__(self, path: str):
         self.path = path
         self._layers: Dict[str, MapLayer] = {}
+        self._edges: Dict[Tuple[Tuple[str, ...], float], Edges] = {}
 
     def layers(self, names: Sequence[str]) -> Dict[str, MapLayer]:
         """The named layers (polygon or line layers)."""
@@ -128,6 +137,13 @@ class MapData:
         if missing:
             self._layers.update(_parse(self.path, missing))
         return {name: self._layers[name] for name in names}
+
+    def edges(self, names: Sequence[str], line_width: float) -> Edges:
+        """Edges of all the named layers together, lines widened to ``line_width`` metres."""
+        key = tuple(names), line_width
+        if key not in self._edges:
+            self._edges[key] = Edges.joined([layer.edges(line_width) for layer in self.layers(names).values()])
+        return self._edges[key]
 
 
 def load_map(dataset_root: str, location: str) -> MapData:

@@ -6,7 +6,7 @@ that were made with it.
 """
 from __future__ import annotations
 
-from typing import Tuple
+from typing import Optional, Tuple
 
 import cv2
 import numpy as np
@@ -18,21 +18,24 @@ from ...geometry.grid import BevGrid
 from .map_layers import Edges, MapLayer
 
 
-def fill(edges: Edges, bev_from_world: np.ndarray, grid: BevGrid) -> np.ndarray:
+def fill(edges: Edges, bev_from_world: np.ndarray, grid: BevGrid, out: Optional[np.ndarray] = None) -> np.ndarray:
     """``(X, Y)`` bool: cells whose centre lies inside at least one polygon of ``edges``.
 
     Args:
         edges: oriented edges in world coordinates.
         bev_from_world: (2, 3) affine map to the grid's frame, metres (see ``geometry.transforms.bev_affine``).
         grid: the grid to fill.
+        out: (X, Y) bool to write to.
 
     For every row of cell centres (constant x) the edges that cross it add +1 or -1 to the first cell behind the crossing; the
     running sum along y is the winding number. Mirroring changes its sign only, so "not zero" is inside.
     """
     cells_x, cells_y = grid.shape
+    out = np.empty((cells_x, cells_y), dtype=bool) if out is None else out
     start, end = edges.near(_world_box(bev_from_world, grid))
     if not len(start):
-        return np.zeros((cells_x, cells_y), dtype=bool)
+        out[:] = False
+        return out
     scale = np.array(grid.step)
     lower = np.array([grid.x.lo, grid.y.lo])
     linear, shift = bev_from_world[:, :2], bev_from_world[:, 2]
@@ -49,10 +52,12 @@ def fill(edges: Edges, bev_from_world: np.ndarray, grid: BevGrid) -> np.ndarray:
     row = np.arange(len(edge)) - np.repeat(np.cumsum(counts) - counts, counts) + row_from[edge]
     slope = (b[edge, 1] - a[edge, 1]) / (b[edge, 0] - a[edge, 0])
     column = np.clip(np.ceil(a[edge, 1] + (row - a[edge, 0]) * slope), 0, cells_y).astype(np.int64)
-    sign = np.where(b[edge, 0] > a[edge, 0], 1, -1)
-    toggles = np.bincount(row * (cells_y + 1) + column, weights=sign, minlength=cells_x * (cells_y + 1))
-    winding = np.cumsum(toggles.reshape(cells_x, cells_y + 1)[:, :cells_y].astype(np.int32), axis=1)
-    return winding != 0
+    sign = np.where(b[edge, 0] > a[edge, 0], np.int16(1), np.int16(-1))
+    # 16 bits: a cell lies in fewer than 2^15 polygons of a class, and what overflows on the way there comes back.
+    winding = np.zeros((cells_x, cells_y + 1), np.int16)
+    np.add.at(winding.reshape(-1), row * (cells_y + 1) + column, sign)
+    np.cumsum(winding, axis=1, out=winding)
+    return np.not_equal(winding[:, :cells_y], 0, out=out)
 
 
 def _world_box(bev_from_world: np.ndarray, grid: BevGrid) -> Tuple[float, float, float, float]:

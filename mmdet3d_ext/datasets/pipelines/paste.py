@@ -19,16 +19,39 @@ def points_in_boxes(points: np.ndarray, boxes: LiDARInstance3DBoxes) -> np.ndarr
         boxes: bottom-centre boxes (x, y, z_bottom, dx, dy, dz, yaw counter-clockwise).
     """
     inside = np.zeros(len(points), dtype=bool)
-    xyz = np.asarray(points)[:, :3]
-    for x, y, z, dx, dy, dz, yaw in boxes.tensor[:, :7].numpy().astype(np.float64):
-        # A cheap square first: most of a scene's points are far from any one box.
-        reach = np.hypot(dx, dy) / 2 + 1e-3
-        near = np.flatnonzero((np.abs(xyz[:, 0] - x) <= reach) & (np.abs(xyz[:, 1] - y) <= reach))
-        offset = xyz[near].astype(np.float64) - (x, y, z)
+    found = boxes.tensor[:, :7].numpy().astype(np.float64)
+    if not len(found):
+        return inside
+    reach = np.hypot(found[:, 3], found[:, 4]) / 2 + 1e-3
+    candidates = _in_squares(np.asarray(points), found[:, :2] - reach[:, None], found[:, :2] + reach[:, None])
+    xyz = np.asarray(points)[candidates, :3].astype(np.float64)
+    for (x, y, z, dx, dy, dz, yaw), radius in zip(found, reach):
+        near = np.flatnonzero((np.abs(xyz[:, 0] - x) <= radius) & (np.abs(xyz[:, 1] - y) <= radius))
+        offset = xyz[near] - (x, y, z)
         along = offset[:, 0] * np.cos(yaw) + offset[:, 1] * np.sin(yaw)
         across = -offset[:, 0] * np.sin(yaw) + offset[:, 1] * np.cos(yaw)
-        inside[near] |= ((np.abs(along) <= dx / 2) & (np.abs(across) <= dy / 2) & (offset[:, 2] >= 0) & (offset[:, 2] <= dz))
+        inside[candidates[near]] |= ((np.abs(along) <= dx / 2) & (np.abs(across) <= dy / 2) & (offset[:, 2] >= 0)
+                                     & (offset[:, 2] <= dz))
     return inside
+
+
+def _in_squares(points: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Indices of the points that may lie in one of the squares ``low``, ``high`` (n, 2), metres; some others are among them.
+
+    The squares are drawn into a coarse picture and each point looks its cell up, so the time hardly grows with their number.
+    """
+    origin, far = low.min(axis=0), high.max(axis=0)
+    step = max(1.0, float((far - origin).max()) / 512)
+    first = np.floor((low - origin) / step - 1e-2).astype(np.int64).clip(0)  # cells of a point are told in single precision
+    last = np.floor((high - origin) / step + 1e-2).astype(np.int64)
+    picture = np.zeros(last.max(axis=0) + 3, dtype=bool)  # with an empty border, to which everything outside goes
+    for (i, j), (k, m) in zip(first, last):
+        picture[i + 1:k + 2, j + 1:m + 2] = True
+    cells = []
+    for axis in range(2):
+        cell = (points[:, axis] - np.float32(origin[axis] - step)) * np.float32(1 / step)
+        cells.append(np.fmin(np.fmax(cell, 0), picture.shape[axis] - 1).astype(np.int32))  # NaN becomes 0
+    return np.flatnonzero(picture.reshape(-1)[cells[0] * np.int32(picture.shape[1]) + cells[1]])
 
 
 @PIPELINES.register_module()

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from typing import Any, Dict, List, Mapping, Optional, Union
 
@@ -12,6 +13,8 @@ from ..parallel import sample_tokens
 from .guard import Guard
 
 THOROUGH = 3  # steps of a row of non-finite ones that are computed again to see where they go wrong
+ENDS_BADLY = 3  # non-finite steps in a row with which a run must not end as if all were well: one may be chance
+MANY = 0.1  # share of an epoch's steps; the recipes' own runs skip none in thousands
 SEARCH_FLOOR = 1.0  # a gradient that overflows at a loss scale of 1 is not the scaler's doing
 
 
@@ -69,6 +72,9 @@ class GuardedOptimizerHook(Hook):
         self._checked = False
         self._bad: List[str] = []
         self._explained = False
+        self._finite = 0  # steps of this process that changed the weights
+        self._epoch = {'updates': 0, 'skipped': 0}
+        self.verdict: Optional[str] = None  # at the run's end: why it has not ended well
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
     def _group(self, runner: Any) -> tuple:
@@ -86,6 +92,7 @@ class GuardedOptimizerHook(Hook):
     def before_train_epoch(self, runner: Any) -> None:
         """A run that went back to a checkpoint may have left a group unfinished."""
         self._bad, self._explained = [], False
+        self._epoch = {'updates': 0, 'skipped': 0}
         runner.optimizer.zero_grad(set_to_none=True)
 
     def before_train_iter(self, runner: Any) -> None:
@@ -103,6 +110,7 @@ class GuardedOptimizerHook(Hook):
         if not last:
             runner.publish()
             self._note_bad(runner)
+            _skipped(runner, 0)
             return
         if not self._checked:
             self._check_unused(runner)
@@ -123,6 +131,9 @@ class GuardedOptimizerHook(Hook):
         else:
             what = self._skip(runner)
             self.guard.undo_statistics()
+        self._epoch['updates'] += 1
+        self._epoch['skipped'] += what is not None
+        _skipped(runner, int(what is not None))
         if self.scaler is not None:
             self.scaler.update()
         runner.optimizer.zero_grad(set_to_none=True)
@@ -155,6 +166,7 @@ class GuardedOptimizerHook(Hook):
         runner.stepped = True
         runner.log_buffer.update({'grad_norm': norm}, runner.outputs['num_samples'])
         self.counts['steps'] += 1
+        self._finite += 1
         self.consecutive = 0
 
     def _skip(self, runner: Any) -> Optional[str]:
@@ -186,6 +198,37 @@ class GuardedOptimizerHook(Hook):
                                '(requires_grad false), or set find_unused_parameters: true')
         runner.logger.warning('%s', text)
 
+    # ---- what is left at the end -------------------------------------------------------------------------------------
+    def after_train_epoch(self, runner: Any) -> None:
+        """Say how many of the epoch's updates were skipped: never too many in a row can still be too many."""
+        skipped, updates = self._epoch['skipped'], self._epoch['updates']
+        if skipped:
+            many = skipped >= MANY * updates
+            runner.logger.log(logging.ERROR if many else logging.WARNING, '%sepoch %d: %d of %d updates were not finite and left out%s',
+                              'ALARM: ' if many else '', runner.epoch + 1, skipped, updates,
+                              '. Lower the learning rate, or look at the samples named above' if many else '')
+
+    def after_run(self, runner: Any) -> None:
+        """A run must not end among non-finite steps as if all were well, however few they were: an alarm, and from
+        ``ENDS_BADLY`` in a row on (or if no step was finite) a ``verdict``."""
+        row, most = self.consecutive, self.guard.max_consecutive
+        idle = not self._finite and self._epoch['updates'] > 0
+        if not row and (not idle or runner.stopped is not None):
+            return
+        if runner.stopped is not None:
+            text = f'the run was stopped among non-finite steps ({row} in a row, guard.max_consecutive is {most}); resumed, it counts on'
+        elif not row:
+            text = 'no step of this run changed the weights: the loss scaler (fp16) was still searching its scale'
+        elif idle:
+            text = (f'no step of this run was finite ({row} in a row, too few for the guard to act: guard.max_consecutive is {most}); '
+                    'the weights are as they were at its start')
+        else:
+            text = (f'the run ends with {row} non-finite step{"s" * (row > 1)} in a row, too few for the guard to act '
+                    f'(guard.max_consecutive is {most}); the weights are those of the last finite step')
+        runner.logger.error('ALARM: %s', text)
+        if runner.stopped is None and row >= (1 if idle else min(ENDS_BADLY, most)):
+            self.verdict = f'{text}. Lower the learning rate, or look at the samples named above'
+
     # ---- state -------------------------------------------------------------------------------------------------------
     def state_dict(self) -> Dict[str, Any]:
         state: Dict[str, Any] = {'counts': dict(self.counts), 'consecutive': self.consecutive}
@@ -199,6 +242,11 @@ class GuardedOptimizerHook(Hook):
         self.consecutive = int(state.get('consecutive', 0))
         if self.scaler is not None and state.get('scaler'):
             self.scaler.load_state_dict(dict(state['scaler']))
+
+
+def _skipped(runner: Any, steps: int) -> None:
+    if hasattr(runner.log_buffer, 'skipped'):  # ours; mmcv's own runner has its own
+        runner.log_buffer.skipped(steps)
 
 
 def _place(runner: Any) -> str:

@@ -129,6 +129,7 @@ class SparseEncoder(nn.Module):
                 # busy; it is cut off the result, so the real samples are the same as without it.
                 features, coords = self._with_helper_sample(features, coords, batch_size)
                 samples += 1
+            sparse().constants.SPCONV_ALLOW_TF32 = torch.backends.cuda.matmul.allow_tf32  # they are matrix products
             x = sparse().Tensor(features.contiguous(), coords.contiguous(), list(self.sparse_shape), samples)
             x = self.conv_input(x)
             x = self.encoder_layers(x)

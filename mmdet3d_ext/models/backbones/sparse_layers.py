@@ -31,8 +31,8 @@ def kernel_to_memory(kernel: torch.Tensor, shape: Sequence[int]) -> torch.Tensor
     return kernel
 
 
-class _StateLayout:
-    """Mixin: the state dict holds ``weight`` in the checkpoint layout."""
+class _Layer:
+    """Mixin: the state dict holds ``weight`` in the checkpoint layout, and a bias works on the CPU in evaluation, too."""
 
     # nn.Module's own methods are called: mmdet3d replaces those of spconv's base class by ones that permute as well.
 
@@ -47,24 +47,31 @@ class _StateLayout:
             state_dict[key] = kernel_to_memory(state_dict[key], self.weight.shape)
         nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
+    def _conv_forward(self, training, input, weight, bias, *args, **kwargs):
+        if bias is None or input.features.is_cuda:
+            return super()._conv_forward(training, input, weight, bias, *args, **kwargs)
+        out = super()._conv_forward(training, input, weight, None, *args, **kwargs)  # spconv's CPU kernel refuses a bias
+        return out.replace_feature(out.features + bias)
+
 
 @functools.lru_cache(maxsize=None)
 def sparse() -> types.SimpleNamespace:
-    """spconv's tensor type and our layer classes (``Tensor``, ``Sequential``, ``SubMConv3d``, ``SparseConv3d``, ``Block``).
+    """spconv's ``constants`` and ``Tensor`` type and our layer classes (``Sequential``, ``SubMConv3d``, ``SparseConv3d``, ``Block``).
 
     Raises:
         ImportError: if spconv 2 is not installed; the message says what to install.
     """
     try:
         import spconv.pytorch as spconv
+        from spconv import constants
     except ImportError as error:
         raise ImportError('SparseEncoder needs spconv 2: install "spconv" (CPU) or "spconv-cu126" (GPU), e.g. by '
                           f'`make install` ({error})') from error
 
-    class SubMConv3d(_StateLayout, spconv.SubMConv3d):
+    class SubMConv3d(_Layer, spconv.SubMConv3d):
         """Submanifold convolution: outputs only at input sites; always padded by half the kernel."""
 
-    class SparseConv3d(_StateLayout, spconv.SparseConv3d):
+    class SparseConv3d(_Layer, spconv.SparseConv3d):
         """Regular sparse convolution: outputs wherever the kernel touches an input site."""
 
     class Block(spconv.SparseModule):
@@ -84,7 +91,7 @@ def sparse() -> types.SimpleNamespace:
             out = self.conv2(out)
             return out.replace_feature(self.relu(self.bn2(out.features) + x.features))
 
-    return types.SimpleNamespace(Tensor=spconv.SparseConvTensor, Sequential=spconv.SparseSequential,
+    return types.SimpleNamespace(constants=constants, Tensor=spconv.SparseConvTensor, Sequential=spconv.SparseSequential,
                                  SubMConv3d=SubMConv3d, SparseConv3d=SparseConv3d, Block=Block)
 
 

@@ -20,6 +20,7 @@ from ...geometry.grid import parse_scope
 from ...registry import MODELS
 from ..voxel import build_voxelizer
 from .grid_check import check_same_grid, check_voxel_grid, sensor_grid
+from .image_input import normalised
 from .memory_switches import apply_channels_last, apply_checkpoint
 from .trunks import MAIN, Branch, fuse, resamplers, start_from_main
 
@@ -255,7 +256,7 @@ class BEVFusion(nn.Module):
     def extract_camera(self, batch: Mapping[str, Any]) -> Any:
         """img (B, N, 3, H, W) and matrices -> (B, C, X, Y), or that and the depth loss; with branches a mapping of maps in its
         place (:meth:`BaseTransform.on_grids`)."""
-        encoder, img = self.encoders['camera'], batch['img']
+        encoder, img = self.encoders['camera'], normalised(batch['img'], batch.get('metas'))
         if img.dim() != 5:
             raise ValueError(f'img must be (B, N, 3, H, W), got {tuple(img.shape)}')
         x = encoder['backbone'](img.flatten(0, 1))
@@ -330,10 +331,10 @@ class BEVFusion(nn.Module):
         Args:
             metas: list[B] of dict; its length is the batch size.
             return_loss: ignored (mmcv's convention); the module's mode decides.
-            batch: ``img`` (B, N, 3, H, W), ``points`` and ``radar`` list[B] of (P, F), the matrices
-                ``camera_intrinsics, camera2ego, lidar2camera, camera2lidar, lidar2image, img_aug_matrix`` (B, N, 4, 4) and
-                ``lidar2ego, lidar_aug_matrix`` (B, 4, 4); in training ``gt_bboxes_3d`` and ``gt_labels_3d`` list[B],
-                ``gt_masks_bev`` (B, classes, X, Y), ``depths``. Others are ignored.
+            batch: ``img`` (B, N, 3, H, W) normalised, or uint8 with ``img_norm_cfg`` in the metas; ``points`` and ``radar``
+                list[B] of (P, F); the matrices ``camera_intrinsics, camera2ego, lidar2camera, camera2lidar, lidar2image,
+                img_aug_matrix`` (B, N, 4, 4) and ``lidar2ego, lidar_aug_matrix`` (B, 4, 4); in training ``gt_bboxes_3d`` and
+                ``gt_labels_3d`` list[B], ``gt_masks_bev`` (B, classes, X, Y), ``depths``. Others are ignored.
 
         Returns:
             Training: ordered dict of ``loss/<task>/<name>`` (times the task's weight) and ``stats/<task>/<name>``.

@@ -281,7 +281,7 @@ class TransFusionHead(BaseModule):
         y_cells = heat.shape[-1]
         peaks = heat == self._neighbourhood_max(heat)
         if self.no_local_max:
-            peaks[:, self.no_local_max] = True
+            peaks = peaks | constant([float(c in self.no_local_max) for c in range(self.num_classes)], heat).bool()[:, None, None]
         # Cells that are no maximum come after all that are, by their score: a map with fewer maxima than queries still
         # gives P of them.
         rank = torch.where(peaks, heat, heat - 1.0).flatten(1)

@@ -1,0 +1,145 @@
+"""What happens to tensors while a model runs: which modules read them, and the choices that near ties could turn around."""
+from __future__ import annotations
+
+import collections
+import contextlib
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Tuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+
+
+def is_view(func: Any) -> bool:
+    """Whether an operator's result shares its input's memory and leaves it as it is."""
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def tensors_in(value: Any) -> List[torch.Tensor]:
+    """The tensors of a nested value; of a sparse tensor its features."""
+    found = []
+    for leaf in tree_leaves(value):
+        leaf = getattr(leaf, 'features', leaf)
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+    return found
+
+
+@contextlib.contextmanager
+def exact_float32() -> Iterator[None]:
+    """Within: no TF32, and convolutions by the algorithm that cuDNN takes without trying."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    before = cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    cuda.matmul.allow_tf32 = cudnn.allow_tf32 = cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
+
+
+class PartOutputs:
+    """What the parts of a model return, run after run, with the choices of the first run made again in the later ones.
+
+    Of two values that differ by less than a rounding error, one run takes the one, another run the other: the best 200 cells of a
+    heat map come in another order, or another cell is the 200th. Everything behind would differ without a fault. So the indices that
+    ``topk`` and ``sort`` give within a part are kept and given again.
+
+    Args:
+        parts: by name; none may lie in another.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module]):
+        self.parts = parts
+        self._choices: Dict[str, List[torch.Tensor]] = {}
+
+    def run(self, work: Callable[[], Any], mode: Any = None) -> Dict[str, List[torch.Tensor]]:
+        """Part -> its floating tensors, copied, of all its calls. ``mode``: a further dispatch mode to run under."""
+        found: Dict[str, List[torch.Tensor]] = {}
+        replay = bool(self._choices)
+        chooser = _Chooser(self._choices, replay)
+
+        def enter(name: str) -> Callable:
+            def hook(*_: Any) -> None:
+                chooser.part = name
+            return hook
+
+        def leave(name: str) -> Callable:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                chooser.part = None
+                kept = [t.detach().clone() for t in tensors_in(output) if t.is_floating_point()]
+                found.setdefault(name, []).extend(kept)
+            return hook
+
+        handles = []
+        for name, part in self.parts.items():
+            handles += [part.register_forward_pre_hook(enter(name)), part.register_forward_hook(leave(name))]
+        try:
+            with torch.no_grad(), contextlib.nullcontext() if mode is None else mode, chooser:
+                work()
+        finally:
+            for handle in handles:
+                handle.remove()
+        if not replay:
+            self._choices = chooser.kept
+        return found
+
+
+class _Chooser(TorchDispatchMode):
+    """Keeps the indices of ``topk`` and ``sort`` within parts, or gives the kept ones."""
+
+    def __init__(self, kept: Mapping[str, List[torch.Tensor]], replay: bool):
+        super().__init__()
+        self.part, self.replay = None, replay
+        self.kept: Dict[str, List[torch.Tensor]] = collections.defaultdict(list)
+        if replay:
+            self.kept.update({name: list(items) for name, items in kept.items()})
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if self.part is None or func.overloadpacket not in (aten.topk, aten.sort):
+            return out
+        if not self.replay:
+            self.kept[self.part].append(out[1])
+            return out
+        mine = self.kept[self.part]
+        index = mine.pop(0) if mine else out[1]
+        if index.shape != out[1].shape:
+            return out
+        dim = _dim(func, args, kwargs or {})
+        return (args[0].gather(dim, index), index)
+
+
+def _dim(func: Any, args: Tuple, kwargs: Mapping[str, Any]) -> int:
+    names = [argument.name for argument in func._schema.arguments]
+    place = names.index('dim')
+    return kwargs.get('dim', args[place] if len(args) > place else -1)
+
+
+def difference(expected: Mapping[str, List[torch.Tensor]], found: Mapping[str, List[torch.Tensor]]) -> Tuple[float, str]:
+    """The largest difference of two results of :meth:`PartOutputs.run`, relative to each tensor's largest value, and its part."""
+    worst, place = 0.0, ''
+    if list(expected) != list(found):
+        return float('inf'), 'the parts that run'
+    for name, tensors in expected.items():
+        others = found[name]
+        if [t.shape for t in tensors] != [t.shape for t in others]:
+            return float('inf'), f'{name} (shapes)'
+        for one, other in zip(tensors, others, strict=True):
+            value = relative_difference(one, other)
+            if not value <= worst:
+                worst, place = value, name
+    return worst, place
+
+
+def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """Largest absolute difference over the largest absolute value of ``expected``; infinite where one of them is not finite."""
+    if expected.numel() == 0:
+        return 0.0
+    one, other = expected.double(), found.double()
+    scale = one.abs().max().clamp(min=1e-12)
+    value = ((one - other).abs().max() / scale).item()
+    return value if value == value else float('inf')

@@ -5,6 +5,8 @@
 #include <tuple>
 #include <vector>
 
+#include "group_norm/group_norm.h"
+
 namespace mmdet3d_ext {
 namespace {
 
@@ -139,6 +141,72 @@ Tensor bev_pool_autograd(const Tensor& feats, const Tensor& cell, const Tensor& 
   return BevPool::apply(feats, cell, order, sorted_key, tile_starts, batch, cells.vec());
 }
 
+using NormBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                        const Tensor&, int64_t, bool);
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_relu_backward(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                                                            const Tensor& weight, const Tensor& bias, int64_t groups, bool relu) {
+  static const auto op = find<NormBackward>("mmdet3d_ext::group_norm_relu_backward");
+  return op.call(grad, x, mean, rstd, weight, bias, groups, relu);
+}
+
+struct GroupNormReLU : torch::autograd::Function<GroupNormReLU> {
+  static variable_list forward(AutogradContext* context, const Tensor& input, const Tensor& weight, const Tensor& bias, int64_t groups,
+                               double eps, bool relu) {
+    static const auto op =
+        find<std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, int64_t, double, bool)>(
+            "mmdet3d_ext::group_norm_relu");
+    at::AutoDispatchBelowADInplaceOrView below;
+    // Brought into the kernels' order here, so that what is kept for the backward pass is not brought into it again there.
+    const Tensor x = input.contiguous(norm_format(input));
+    auto [out, mean, rstd] = op.call(x, weight, bias, groups, eps, relu);
+    context->mark_non_differentiable({mean, rstd});
+    context->set_materialize_grads(false);
+    context->save_for_backward({x, mean, rstd, weight, bias});
+    context->saved_data["groups"] = groups;
+    context->saved_data["relu"] = relu;
+    return {out, mean, rstd};
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grads) {
+    variable_list result(6);
+    if (!grads[0].defined()) return result;
+    const variable_list saved = context->get_saved_variables();
+    std::tie(result[0], result[1], result[2]) =
+        group_norm_relu_backward(grads[0], saved[0], saved[1], saved[2], saved[3], saved[4], context->saved_data["groups"].toInt(),
+                                 context->saved_data["relu"].toBool());
+    return result;
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_relu_autograd(const Tensor& x, const Tensor& weight, const Tensor& bias, int64_t groups,
+                                                            double eps, bool relu) {
+  const variable_list out = GroupNormReLU::apply(x, weight, bias, groups, eps, relu);
+  return {out[0], out[1], out[2]};
+}
+
+// Recorded only under create_graph=True: a second derivative is an error there, not a silent zero.
+struct GroupNormReLUBackward : torch::autograd::Function<GroupNormReLUBackward> {
+  static variable_list forward(AutogradContext*, const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& rstd,
+                               const Tensor& weight, const Tensor& bias, int64_t groups, bool relu) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    auto [to_x, to_weight, to_bias] = group_norm_relu_backward(grad, x, mean, rstd, weight, bias, groups, relu);
+    return {to_x, to_weight, to_bias};
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK(false, "mmdet3d_ext::group_norm_relu: second derivatives are not implemented; use torch.nn.functional.group_norm and relu "
+                       "where they are needed");
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor> group_norm_relu_backward_autograd(const Tensor& grad, const Tensor& x, const Tensor& mean,
+                                                                     const Tensor& rstd, const Tensor& weight, const Tensor& bias,
+                                                                     int64_t groups, bool relu) {
+  const variable_list out = GroupNormReLUBackward::apply(grad, x, mean, rstd, weight, bias, groups, relu);
+  return {out[0], out[1], out[2]};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(mmdet3d_ext, Autograd, m) {
@@ -146,6 +214,8 @@ TORCH_LIBRARY_IMPL(mmdet3d_ext, Autograd, m) {
   m.impl("dynamic_point_to_voxel", &dynamic_point_to_voxel_autograd);
   m.impl("lift_splat", &lift_splat_autograd);
   m.impl("bev_pool", &bev_pool_autograd);
+  m.impl("group_norm_relu", &group_norm_relu_autograd);
+  m.impl("group_norm_relu_backward", &group_norm_relu_backward_autograd);
 }
 
 }  // namespace mmdet3d_ext

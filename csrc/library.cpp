@@ -50,4 +50,12 @@ TORCH_LIBRARY(mmdet3d_ext, m) {
       "bev_pool(Tensor feats, Tensor cell, Tensor order, Tensor sorted_key, Tensor tile_starts, int batch, int[] cells)"
       " -> Tensor");
   m.def("bev_pool_backward(Tensor grad, Tensor cell, int[] cells) -> Tensor");
+
+  // x (B, C, ...) -> out as x, mean (B, G), rstd (B, G). weight, bias, mean and rstd in float32 (float64 for float64)
+  m.def(
+      "group_norm_relu(Tensor x, Tensor weight, Tensor bias, int groups, float eps, bool relu) -> (Tensor, Tensor, Tensor)");
+  // The derivatives by x, weight and bias
+  m.def(
+      "group_norm_relu_backward(Tensor grad, Tensor x, Tensor mean, Tensor rstd, Tensor weight, Tensor bias, int groups, bool relu)"
+      " -> (Tensor, Tensor, Tensor)");
 }

@@ -90,3 +90,13 @@ def lift_splat(depth, context, geometry, lower, step, cells, truncate=False):
     nx, ny, nz = cells
     pooled = bev_pool(lifted.reshape(-1, lifted.shape[-1])[inside], coords[inside], len(depth), nz, nx, ny)
     return torch.cat(pooled.unbind(2), 1)
+
+
+def group_norm_relu(x, groups, weight, bias, eps=1e-5, relu=True):
+    """Group by group in the type of x, any order in memory, differentiable; a group may hold a single value."""
+    parts = x.reshape(len(x), groups, -1)
+    mean = parts.mean(2, keepdim=True)
+    normed = (parts - mean) / ((parts - mean).square().mean(2, keepdim=True) + eps).sqrt()
+    shape = (1, -1, *[1] * (x.dim() - 2))
+    out = normed.reshape(x.shape) * weight.reshape(shape) + bias.reshape(shape)
+    return out.relu() if relu else out

@@ -20,12 +20,12 @@ def namespace():
     return torch.ops.mmdet3d_ext
 
 
-def on_both(op, *inputs):
-    """Call ``op`` on the CPU and on the GPU; results must be equal, and those of the CPU are returned."""
+def on_both(op, *inputs, tolerance=0):
+    """Call ``op`` on the CPU and on the GPU; results must be equal (up to ``tolerance``), and those of the CPU are returned."""
     want = op(*inputs)
     got = op(*(value.cuda() if isinstance(value, torch.Tensor) and value.dim() else value for value in inputs))
     for a, b in zip(want, got) if isinstance(want, tuple) else [(want, got)]:
-        torch.testing.assert_close(b.cpu(), a, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(b.cpu(), a, rtol=tolerance, atol=tolerance, equal_nan=True)
     return want
 
 
@@ -100,3 +100,18 @@ def test_bev_pool(namespace, channels, dtype):
     plan = on_both(namespace.splat_plan_from_coords, coords, 3, cells)
     out = on_both(namespace.bev_pool, feats, *plan, 3, cells)
     on_both(namespace.bev_pool_backward, integers(out.shape, -9, 10, 2, dtype), plan[0], cells)
+
+
+@pytest.mark.parametrize('dtype', [F32, F64, F16, BF16])
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize('shape', [(2, 24, 61, 67), (1, 256, 40, 50), (3, 8, 1, 1)])  # alone and side by side, many chunks, one cell
+def test_group_norm(namespace, shape, layout, dtype):
+    tolerance = {F32: 2e-5, F64: 1e-12, F16: 5e-3, BF16: 4e-2}[dtype]
+    x = (3 + 2 * randn(1, shape)).to(dtype).contiguous(memory_format=layout)
+    work = F64 if dtype == F64 else F32
+    weight, bias = (randn(seed, (shape[1],)).to(work) for seed in (2, 3))
+    _, mean, rstd = on_both(namespace.group_norm_relu, x, weight, bias, 8, 1e-5, True, tolerance=tolerance)
+    grad = randn(4, shape).to(dtype).contiguous(memory_format=layout)
+    # Sums of thousands of numbers around one.
+    tolerance *= 20
+    on_both(namespace.group_norm_relu_backward, grad, x, mean, rstd, weight, bias, 8, True, tolerance=tolerance)

@@ -70,7 +70,7 @@ def test_use_without_a_library_says_how_to_build(monkeypatch):
 def test_package_imports_without_a_library(monkeypatch):
     """The operators' modules can be imported; only their use fails."""
     monkeypatch.setattr(_library, '_failure', ops.OpsUnavailableError('gone'))
-    for name in ('voxelize', 'point_to_voxel', 'lift_splat'):
+    for name in ('voxelize', 'point_to_voxel', 'lift_splat', 'group_norm'):
         spec = importlib.util.spec_from_file_location(
             f'mmdet3d_ext.ops.{name}_again', REPO / 'mmdet3d_ext' / 'ops' / f'{name}.py'
         )

@@ -4,12 +4,13 @@ Letters: B batch, C channels, X/Y BEV cells. All statistics (norms, pooling) are
 """
 from __future__ import annotations
 
-from typing import Iterator, List, Sequence, Tuple
+from typing import List, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
+
+from ....ops import group_norm_relu
 
 MAX_GROUPS = 32
 # A pooled map has one cell, so a group holds its channels only. One value normalises to 0 and two to +1 and -1, whatever they
@@ -26,87 +27,18 @@ def group_count(channels: int, pooled: bool = False) -> int:
     return max(n for n in range(1, MAX_GROUPS + 1) if channels % n == 0 and channels // n >= smallest)
 
 
-# Elements that a norm converts to float32 at a time: 64 MiB. Full-size float32 maps, 650 MiB at 800 x 800 cells, never exist.
-CHUNK = 16 * 1024 ** 2
-
-
-def _chunks(x: torch.Tensor, groups: int) -> Iterator[Tuple[slice, slice]]:
-    """Samples and channels of parts of x (B, C, X, Y) that are contiguous, hold whole groups, and have about CHUNK elements."""
-    batch, channels = x.shape[:2]
-    whole = channels * x.shape[2] * x.shape[3]
-    if whole <= CHUNK:
-        step = max(CHUNK // max(whole, 1), 1)
-        for first in range(0, batch, step):
-            yield slice(first, min(first + step, batch)), slice(0, channels)
-        return
-    width = channels // groups
-    step = max(CHUNK // (whole // groups), 1) * width
-    for sample in range(batch):
-        for first in range(0, channels, step):
-            yield slice(sample, sample + 1), slice(first, min(first + step, channels))
-
-
-class _GroupNormReLU(torch.autograd.Function):
-    """relu(group_norm(x)) in float32, keeping input and output in the input's own type for the backward pass.
-
-    Autocast would compute the norm in float32 too, but keep a float32 copy of its input and a float32 output: three times the
-    memory at half precision. Groups do not depend on each other, so both passes go through them part by part.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, groups: int, eps: float):
-        x = x.contiguous()
-        batch, channels, *cells = x.shape
-        area, width = cells[0] * cells[1], channels // groups
-        out = torch.empty_like(x)
-        mean, rstd = (weight.new_empty(batch, groups) for _ in range(2))
-        for b, c in _chunks(x, groups):
-            part = x[b, c]
-            count = (c.stop - c.start) // width
-            normed, m, r = torch.native_group_norm(part.to(weight.dtype), weight[c], bias[c], len(part), c.stop - c.start, area,
-                                                   count, eps)
-            g = slice(c.start // width, c.stop // width)
-            mean[b, g], rstd[b, g] = m, r
-            out[b, c] = normed.relu_()
-        ctx.save_for_backward(x, out, weight, mean, rstd)
-        ctx.sizes = (area, width)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        x, out, weight, mean, rstd = ctx.saved_tensors
-        area, width = ctx.sizes
-        need = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2]]
-        to_x = torch.empty_like(x) if need[0] else None
-        to_weight = torch.zeros_like(weight) if need[1] else None
-        to_bias = torch.zeros_like(weight) if need[2] else None
-        for b, c in _chunks(x, x.shape[1] // width):
-            part = x[b, c]
-            g = slice(c.start // width, c.stop // width)
-            through = grad[b, c].to(mean.dtype).mul(out[b, c] > 0)
-            found = torch.ops.aten.native_group_norm_backward(
-                through.contiguous(), part.to(mean.dtype), mean[b, g].contiguous(), rstd[b, g].contiguous(), weight[c], len(part),
-                c.stop - c.start, area, g.stop - g.start, need)
-            if need[0]:
-                to_x[b, c] = found[0]
-            if need[1]:
-                to_weight[c] += found[1]
-            if need[2]:
-                to_bias[c] += found[2]
-        return to_x, to_weight, to_bias, None, None
-
-
 class GroupNormReLU(nn.GroupNorm):
-    """GroupNorm and ReLU over (B, C, X, Y); parameters ``weight`` and ``bias``."""
+    """GroupNorm and ReLU over (B, C, X, Y); parameters ``weight`` and ``bias``.
+
+    Autocast would compute the norm in float32 and keep its input and output in float32; the operator reads and writes the map's own
+    type and keeps the input alone. A channels-last map stays one.
+    """
 
     def __init__(self, channels: int, pooled: bool = False):
         super().__init__(group_count(channels, pooled), channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        work = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
-            return _GroupNormReLU.apply(x, self.weight.to(work), self.bias.to(work), self.num_groups, self.eps)
+        return group_norm_relu(x, self.num_groups, self.weight, self.bias, self.eps)
 
 
 def conv_block(inputs: int, outputs: int, kernel: int = 3, dilation: int = 1) -> nn.Sequential:

@@ -42,7 +42,7 @@ STAGE2 = 'configs/nuscenes/multitask/stage2_800.yaml'
 TINY = 'configs/synthetic/multitask_tiny.yaml'
 HEAD, DECODER = 'heads.map', 'decoder, branches.map.decoder'
 SWIN, VIEW = 'encoders.camera.backbone', 'encoders.camera.vtransform'
-LAYOUT = 'encoders.camera.neck, encoders.camera.vtransform, fuser, decoder, branches.map'
+LAYOUT = 'encoders.camera.neck, encoders.camera.vtransform, fuser, decoder, branches.map, heads.map'
 
 
 def row(name: str, config: str, samples: int, precision: str, switch: str = '', *overrides: str) -> Dict[str, Any]:
@@ -58,6 +58,8 @@ ROWS = [
     row('stage 2, 800', STAGE2, 1, 'fp16', 'view transform recomputed', '--model.checkpoint', f'[{VIEW}]'),
     row('stage 2, 800', STAGE2, 1, 'fp16', 'all four recomputed', '--model.checkpoint', f'[{HEAD}, {DECODER}, {SWIN}, {VIEW}]'),
     row('stage 2, 800', STAGE2, 1, 'fp16', 'channels last', '--model.channels_last', f'[{LAYOUT}]'),
+    row('stage 2, 800', STAGE2, 1, 'fp16', 'channels last, head recomputed', '--model.channels_last', f'[{LAYOUT}]',
+        '--model.checkpoint', f'[{HEAD}]'),
     row('stage 2, 800', STAGE2, 2, 'fp16'),
     row('stage 2, 800', STAGE2, 1, 'fp32'),
     row('stage 1, 600', STAGE1, 1, 'fp16'),

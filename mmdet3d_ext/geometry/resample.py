@@ -63,6 +63,20 @@ def _hat_sums(position: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
 
 
 def apply_weights(x: torch.Tensor, weight_x: torch.Tensor, weight_y: torch.Tensor) -> torch.Tensor:
-    """(B, C, X_in, Y_in) by weights (X_out, X_in) and (Y_out, Y_in) -> (B, C, X_out, Y_out), contiguous."""
-    rows = F.linear(x.transpose(-1, -2), weight_x.to(x.dtype))                                 # (B, C, Y_in, X_out)
-    return F.linear(rows.transpose(-1, -2), weight_y.to(rows.dtype))                           # (B, C, X_out, Y_out)
+    """(B, C, X_in, Y_in) by weights (X_out, X_in) and (Y_out, Y_in) -> (B, C, X_out, Y_out), channels-last if x is, else contiguous.
+
+    Both products read and write their operands as they lie in memory.
+    """
+    batch, channels, *cells = x.shape
+    weight_x, weight_y = weight_x.to(x.dtype), weight_y.to(x.dtype)
+    if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
+        rows = _from_left(weight_x, x.permute(0, 2, 3, 1).reshape(batch, cells[0], -1))          # (B, X_out, Y_in * C)
+        out = _from_left(weight_y, rows.view(-1, cells[1], channels))                            # (B * X_out, Y_out, C)
+        return out.view(batch, -1, *out.shape[1:]).permute(0, 3, 1, 2)
+    rows = _from_left(weight_x, x.reshape(batch * channels, *cells))                             # (B * C, X_out, Y_in)
+    return F.linear(rows, weight_y.to(rows.dtype)).view(batch, channels, weight_x.shape[0], -1)
+
+
+def _from_left(weight: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
+    """(out, in) times each of (n, in, columns) -> (n, out, columns)."""
+    return torch.bmm(weight.to(maps.dtype).expand(len(maps), -1, -1), maps)

@@ -73,3 +73,21 @@ def test_the_first_axis_is_x():
     x[0, 0, 3, 0] = 1
     out = apply_weights(x, torch.eye(4), torch.eye(6).flip(0))
     assert out[0, 0, 3, 5] == 1 and out.sum() == 1 and out.is_contiguous()
+
+
+@pytest.mark.parametrize('batch, channels', [(1, 5), (3, 7), (2, 1)])
+def test_the_order_in_memory_stays(batch, channels):
+    weights = torch.rand(9, 4, dtype=torch.float64), torch.rand(8, 6, dtype=torch.float64)
+    x = torch.rand(batch, channels, 4, 6, dtype=torch.float64)
+    leaf = x.clone().requires_grad_()
+    want = torch.einsum('ax,by,ncxy->ncab', *weights, leaf)
+    (want_grad,) = torch.autograd.grad(want.square().sum(), leaf)
+    others = x.transpose(2, 3).contiguous().transpose(2, 3), x.repeat(1, 2, 1, 1)[:, :channels]
+    last = x.contiguous(memory_format=torch.channels_last)
+    for given in (x, last, *others):
+        given = given.detach().requires_grad_()
+        out = apply_weights(given, *weights)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), given)[0], want_grad)
+    assert apply_weights(last, *weights).is_contiguous(memory_format=torch.channels_last)
+    assert apply_weights(x, *weights).is_contiguous()

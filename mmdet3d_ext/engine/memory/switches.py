@@ -11,7 +11,7 @@ from .plan import MemoryPlan, make_plan
 RECOMPUTED = {'heads.map': ('heads.map',), 'decoder': ('decoder', 'branches.map.decoder'),
               'encoders.camera.backbone': ('encoders.camera.backbone',),
               'encoders.camera.vtransform': ('encoders.camera.vtransform',)}
-LAYOUT = ('encoders.camera.neck', 'encoders.camera.vtransform', 'fuser', 'decoder', 'branches.map')
+LAYOUT = ('encoders.camera.neck', 'encoders.camera.vtransform', 'fuser', 'decoder', 'branches.map', 'heads.map')
 
 
 @dataclass

@@ -154,7 +154,7 @@ class StorageTracker(TorchDispatchMode):
     def labels(self, parts: Mapping[str, nn.Module]) -> Iterator[None]:
         """Within: what a module's call makes belongs to its name in ``parts``, to the innermost one that is named.
 
-        The members of an ``nn.Sequential`` count as its calls: some owners call them one by one.
+        Whatever is in an ``nn.Sequential`` counts as its call: some owners call its members, or members of these, one by one.
         """
         handles = []
 
@@ -169,7 +169,7 @@ class StorageTracker(TorchDispatchMode):
             self._mark()
 
         for name, part in parts.items():
-            for module in (part, *part) if isinstance(part, nn.Sequential) else (part,):
+            for module in part.modules() if isinstance(part, nn.Sequential) else (part,):
                 handles.append(module.register_forward_pre_hook(enter(name)))
                 handles.append(module.register_forward_hook(leave, always_call=True))
         try:

@@ -122,7 +122,8 @@ def focal_dice_loss(logits: torch.Tensor, targets: torch.Tensor, alpha: Optional
     """
     _check(logits, targets)
     with torch.autocast(logits.device.type, enabled=False):
-        return SegmentationLoss(*_FocalDice.apply(logits.to(_work_type(logits)), targets, alpha, float(gamma), float(smooth)))
+        logits = logits.to(_work_type(logits), memory_format=torch.contiguous_format)  # the targets' order, in which all of it then runs
+        return SegmentationLoss(*_FocalDice.apply(logits, targets, alpha, float(gamma), float(smooth)))
 
 
 def cross_entropy_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,20 @@
 """The enhanced head: structure, independence of samples, losses, targets of every type and size, AMP, checkpointing."""
 import copy
+import gc
 import math
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 from testing import rand, randn
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmdet3d_ext.engine.memory.tracker import StorageTracker
 from mmdet3d_ext.geometry.grid import GridError
 from mmdet3d_ext.models.heads.segm import EnhancedBEVSegmentationHead
+from mmdet3d_ext.models.heads.segm.layers import GroupNormReLU
 from mmdet3d_ext.models.losses import focal_dice_loss, resample_targets
 from mmdet3d_ext.registry import MODELS
 
@@ -316,6 +321,80 @@ def test_checkpointing_changes_nothing_but_memory(stages, amp):
         torch.testing.assert_close(losses2[name], losses[name], rtol=1e-6, atol=1e-7)
     for a, b in zip(grads, grads2):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+
+
+class Count(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize('amp', [False, True])
+def test_no_convolution_of_a_map_runs_again(amp):
+    """What is recomputed are norms and attention (whose own convolution sees two channels)."""
+    counts = []
+    for use_checkpoint in (False, True):
+        head = make(use_checkpoint=use_checkpoint)
+        with Count() as count, torch.autocast('cpu', torch.bfloat16, enabled=amp):
+            losses = head(*inputs())
+            gradients(head, losses)
+        counts.append(count.calls)
+    plain, saving = counts
+    assert plain['convolution_backward'] == saving['convolution_backward'] == plain['convolution']
+    assert saving['convolution'] - plain['convolution'] == 1  # the gate of the spatial attention
+    # Norms: one per branch, that of the sum, one per layer of the decoder. The pooled branch's is not worth it.
+    assert plain['group_norm_relu'] == 3 + 1 + 1 + 2
+    assert saving['group_norm_relu'] == 2 * plain['group_norm_relu'] - 1
+
+
+def test_recomputed_maps_are_gone_without_garbage_collection():
+    """The second run is left in the middle by an exception; maps in a cycle of its frames would wait for Python to look."""
+    head = make(use_checkpoint=True)
+    x, target = inputs()
+    sizes = []
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            tracker = StorageTracker()
+            with tracker:
+                total = sum(v for v in head(x, target).values() if v.requires_grad)
+                total.backward()
+                head.zero_grad(set_to_none=True)
+                del total
+            sizes.append(tracker.total)
+    finally:
+        gc.enable()
+    assert max(sizes) < 16 * 28 * 24 * 4, 'less than one map of the decoder'
+
+
+@pytest.mark.parametrize('settings', [{}, dict(use_checkpoint=True), dict(use_aspp=False), dict(use_channel_attention=False),
+                                      dict(use_spatial_attention=False, use_channel_attention=False)])
+def test_channels_last_reaches_every_convolution(settings):
+    plain = make(**settings)
+    last = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    x, target = inputs()
+    seen = {}
+
+    def watch(name):
+        return lambda module, args, out: seen.update({name: all(
+            t.is_contiguous(memory_format=torch.channels_last) for t in (args[0], out))})
+
+    for name, module in last.named_modules():
+        if isinstance(module, (nn.Conv2d, GroupNormReLU)) and 'spatial' not in name:
+            module.register_forward_hook(watch(name))
+    grads = [gradients(head, head(x, target)) for head in (plain, last)]
+    assert len(seen) >= 6 and all(seen.values()), seen
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-5)
+    plain.eval(), last.eval()
+    torch.testing.assert_close(last(x), plain(x), rtol=1e-5, atol=1e-6)
 
 
 def test_checkpointing_with_a_trunk_that_needs_no_gradient():

@@ -14,7 +14,10 @@ from mmdet3d_ext.models.heads.segm.layers import (
     GroupNormReLU,
     PooledBranch,
     SpatialAttention,
+    _Mean,
+    _MeanAndMax,
     group_count,
+    works_channels_last,
 )
 
 
@@ -128,6 +131,14 @@ def test_aspp_with_rates_beyond_the_map():
     assert ASPP(4, 8, (6, 12, 18))(randn(6, (1, 4, 3, 5))).shape == (1, 8, 3, 5)
 
 
+def test_which_modules_work_channels_last():
+    block = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 1))
+    assert not works_channels_last(block)
+    assert works_channels_last(block.to(memory_format=torch.channels_last))
+    assert not works_channels_last(nn.Conv2d(4, 8, 1).to(memory_format=torch.channels_last))  # lies in both orders
+    assert not works_channels_last(nn.Sequential())
+
+
 def test_attention_gates():
     torch.manual_seed(0)
     x = randn(7, (2, 6, 5, 7))
@@ -135,6 +146,51 @@ def test_attention_gates():
     assert gate.min() > 0 and gate.max() < 1 and gate.std((2, 3)).max() < 1e-5 and gate.std() > 1e-4  # one gate per channel
     gate = SpatialAttention()(x) / x
     assert gate.min() > 0 and gate.max() < 1 and gate.std(1).max() < 1e-5 and gate.std() > 1e-4       # one gate per cell
+
+
+@pytest.mark.parametrize('dims', [(2, 3), (1,)])
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_pooling_is_torchs_mean_and_amax(dims, layout):
+    """Values and gradients, also where several share the maximum."""
+    x = randn(8, (2, 6, 5, 7)).double()
+    x[:, :3, 1:3, 2] = 5.0
+    results = []
+    for pool in (lambda t: _MeanAndMax.apply(t, dims, torch.float64),
+                 lambda t: (t.mean(dims, keepdim=True), t.amax(dims, keepdim=True))):
+        given = x.contiguous(memory_format=layout).requires_grad_()
+        mean, peak = pool(given)
+        grads = randn(9, mean.shape).double(), randn(10, mean.shape).double()
+        results.append((mean, peak, *torch.autograd.grad((mean, peak), given, grads)))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b)
+    assert results[0][2].is_contiguous(memory_format=layout)
+    given = randn(11, (1, 3, 4, 2)).double().requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: _MeanAndMax.apply(t, dims, torch.float64), (given,))
+    assert torch.autograd.gradcheck(lambda t: _Mean.apply(t, dims, torch.float64), (given,))
+    torch.testing.assert_close(_Mean.apply(given, dims, torch.float64), given.mean(dims, keepdim=True))
+
+
+@pytest.mark.parametrize('layout', [torch.contiguous_format, torch.channels_last])
+def test_nothing_of_the_head_makes_a_full_size_float_map_in_half_precision(layout):
+    """Neither pass: torch's own mean fills a float32 map with one number to go back."""
+    parts = [ASPP(32, 32, (2,)), ChannelAttention(32), SpatialAttention()]
+    x = randn(12, (1, 32, 20, 20)).bfloat16().contiguous(memory_format=layout).requires_grad_()
+    large = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            large.extend(str(func) for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dtype == torch.float32
+                         and t.untyped_storage().nbytes() >= 4 * x.numel())
+            return out
+
+    with Watch():
+        with torch.autocast('cpu', torch.bfloat16):
+            out = x
+            for part in parts:
+                out = part(out)
+        out.backward(torch.ones_like(out))
+    assert out.dtype == torch.bfloat16 and not large
 
 
 def test_channel_attention_mean_is_float32_under_autocast():

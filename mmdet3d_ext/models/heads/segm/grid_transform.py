@@ -74,7 +74,7 @@ class BEVGridTransform(nn.Module):
         return self.output_grid.shape
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, C, X_in, Y_in) -> (B, C, X_out, Y_out), contiguous.
+        """(B, C, X_in, Y_in) -> (B, C, X_out, Y_out), channels-last if x is, else contiguous.
 
         Raises:
             ValueError: if the input's cells are not those of ``input_scope``.

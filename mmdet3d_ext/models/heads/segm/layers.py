@@ -4,11 +4,12 @@ Letters: B batch, C channels, X/Y BEV cells. All statistics (norms, pooling) are
 """
 from __future__ import annotations
 
-from typing import List, Sequence
+from typing import Callable, List, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from ....ops import group_norm_relu
 
@@ -47,6 +48,52 @@ def conv_block(inputs: int, outputs: int, kernel: int = 3, dilation: int = 1) ->
                          GroupNormReLU(outputs))
 
 
+def works_channels_last(module: nn.Module) -> bool:
+    """Whether the kernels of a module's convolutions lie in channels-last order (``model.channels_last``): maps should then, too.
+
+    Kernels of one cell lie in both orders.
+    """
+    return any(isinstance(m, nn.Conv2d) and not m.weight.is_contiguous() and m.weight.is_contiguous(memory_format=torch.channels_last)
+               for m in module.modules())
+
+
+class _Mean(torch.autograd.Function):
+    """Mean over some dimensions, in float32 for half precision. The gradient is one number a place: torch's own fills a float32 map with it."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, dims: Tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        ctx.shape, ctx.dtype = x.shape, x.dtype
+        return x.mean(dims, keepdim=True, dtype=dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return (grad * (grad.numel() / ctx.shape.numel())).to(ctx.dtype).expand(ctx.shape), None, None
+
+
+class _MeanAndMax(torch.autograd.Function):
+    """Mean and maximum over some dimensions, in float32 for half precision, with one pass for the gradient of both.
+
+    Equal maxima share the maximum's gradient, as in ``torch.amax``.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, dims: Tuple[int, ...], dtype: torch.dtype) -> Tuple[torch.Tensor, torch.Tensor]:
+        mean, peak = x.mean(dims, keepdim=True, dtype=dtype), x.amax(dims, keepdim=True)
+        ctx.save_for_backward(x, peak)
+        ctx.dims = dims
+        return mean, peak.to(dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, to_mean, to_peak):
+        x, peak = ctx.saved_tensors
+        here = x == peak
+        share = to_mean * (to_mean.numel() / x.numel())
+        own = to_peak / here.sum(ctx.dims, keepdim=True)
+        return torch.where(here, (share + own).to(x.dtype), share.to(x.dtype)), None, None
+
+
 class PooledBranch(nn.Module):
     """Global mean of the map, 1x1 convolution, norm, ReLU: (B, C, X, Y) -> (B, outputs, 1, 1).
 
@@ -61,9 +108,14 @@ class PooledBranch(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         work = torch.promote_types(x.dtype, torch.float32)
-        mean = x.mean((2, 3), keepdim=True, dtype=work)
+        mean = _Mean.apply(x, (2, 3), work)
         with torch.autocast(x.device.type, enabled=False):
             return self.norm(self.conv(mean.to(self.conv.weight.dtype)))
+
+
+def direct(function: Callable, *args: torch.Tensor) -> torch.Tensor:
+    """Call a function: what runs a stage that is not recomputed."""
+    return function(*args)
 
 
 class ASPP(nn.Module):
@@ -86,19 +138,26 @@ class ASPP(nn.Module):
         self.project = nn.Sequential(nn.Conv2d(outputs * len(branches), outputs, 1, bias=False), GroupNormReLU(outputs))
 
     def project_branch(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """Branch ``index`` and its part of the projection."""
-        branch = self.branches[index]
-        outputs = self.project[0].out_channels
+        """The convolved map of branch ``index``, normalised, and its part of the projection."""
+        branch, outputs = self.branches[index], self.project[0].out_channels
         weight = self.project[0].weight[:, index * outputs:(index + 1) * outputs]
-        return F.conv2d(branch(x), weight)
+        return F.conv2d(x if isinstance(branch, PooledBranch) else branch[1](x), weight)
 
-    def forward(self, x: torch.Tensor, run=None) -> torch.Tensor:
-        """(B, inputs, X, Y) -> (B, outputs, X, Y). ``run(function, *args)`` calls each branch (default: directly)."""
+    def forward(self, x: torch.Tensor, run: Callable = direct, norm: bool = True) -> torch.Tensor:
+        """(B, inputs, X, Y) -> (B, outputs, X, Y).
+
+        Args:
+            run: ``run(function, *args)`` calls what follows each branch's convolution.
+            norm: False leaves the last norm to the caller (``project[1]``).
+        """
         total = None
-        for index in range(len(self.branches)):
-            part = run(self.project_branch, x, index) if run else self.project_branch(x, index)
-            total = part if total is None else total + part.to(total.dtype)
-        return self.project[1](total)
+        for index, branch in enumerate(self.branches):
+            if isinstance(branch, PooledBranch):
+                part = self.project_branch(branch(x), index)
+            else:
+                part = run(self.project_branch, branch[0](x), index)
+            total = part if total is None else total.add_(part.to(total.dtype))  # a convolution does not need its result again
+        return self.project[1](total) if norm else total
 
 
 class ChannelAttention(nn.Module):
@@ -111,9 +170,9 @@ class ChannelAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         work = self.mlp[0].weight.dtype
-        mean, peak = x.mean((2, 3), dtype=work), x.amax((2, 3)).to(work)
+        mean, peak = _MeanAndMax.apply(x, (2, 3), work)                            # (B, C, 1, 1)
         with torch.autocast(x.device.type, enabled=False):
-            gate = torch.sigmoid(self.mlp(mean) + self.mlp(peak))
+            gate = torch.sigmoid(self.mlp(mean.flatten(1)) + self.mlp(peak.flatten(1)))
         return x * gate.to(x.dtype)[:, :, None, None]
 
 
@@ -126,7 +185,7 @@ class SpatialAttention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         work = self.conv.weight.dtype
-        pooled = torch.stack((x.mean(1, dtype=work), x.amax(1).to(work)), 1)      # (B, 2, X, Y)
+        pooled = torch.cat(_MeanAndMax.apply(x, (1,), work), 1)                    # (B, 2, X, Y)
         with torch.autocast(x.device.type, enabled=False):
             gate = torch.sigmoid(self.conv(pooled))
         return x * gate.to(x.dtype)

@@ -133,11 +133,11 @@ def make_pipelines(root: Path, sizes: List[int], names: List[str]) -> List[Pipel
     return found
 
 
-def measure(pipelines: List[Pipeline], rounds: int, warm: int = 2) -> List[Dict[str, Any]]:
+def measure(pipelines: List[Pipeline], rounds: int, warm: int = 2, sweeps: int = 9) -> List[Dict[str, Any]]:
     """Medians over rounds and samples; in each round every pipeline reads every sample, in changing order."""
-    samples = [i for i, info in enumerate(pipelines[0].dataset.data_infos) if len(info['sweeps']) >= 9]
+    samples = [i for i, info in enumerate(pipelines[0].dataset.data_infos) if len(info['sweeps']) >= sweeps]
     if not samples:
-        raise SystemExit('error: no sample has nine earlier sweeps; use other data')
+        raise SystemExit(f'error: no sample has {sweeps} earlier sweeps; use other data')
     taken: List[List[Dict[str, Tuple[float, float]]]] = [[] for _ in pipelines]
     for turn in tqdm(range(-warm, rounds), desc='rounds'):
         for index in samples:

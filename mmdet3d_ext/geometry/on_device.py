@@ -20,14 +20,14 @@ def constant(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
     if found is None:
         with torch.inference_mode(False):  # an inference tensor could not be saved for a later backward pass
             found = torch.tensor(key[0], dtype=like.dtype, device=like.device)
-        if type(found) is torch.Tensor and not _traced():
+        if type(found) is torch.Tensor and not traced():
             if len(_CONSTANTS) >= _MOST:
                 _CONSTANTS.clear()
             _CONSTANTS[key] = found
     return found
 
 
-def _traced() -> bool:
+def traced() -> bool:
     """Whether some mode watches or replaces tensors: what is made under it must not outlive it."""
     return bool(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) or torch.compiler.is_compiling()
 

@@ -21,7 +21,7 @@ def test_rows(capsys):
     rows = list(benchmark.inference(cfg, CPU, 1, 'bf16', iterations=2, warmup=0, batches=batches))
     assert [row['variant'] for row in rows] == ['plain', *(name for name, _ in benchmark.STEPS)]
     for row in rows:
-        assert row['mode'] == 'infer' and row['parts']['heads.object.get_bboxes'] > 0
+        assert row['mode'] == 'infer' and row['parts']['heads.object.candidates'] > 0
         assert row['latency_ms']['p90'] >= row['latency_ms']['median'] == row['step_ms'] > 0
     assert [row['geometry'] for row in rows[:3]] == [{'hits': 0, 'misses': 0}] * 2 + [{'hits': 2, 'misses': 0}]
     assert 'batch norms folded' in rows[1]['did'] and 'stored as autocast' in rows[3]['did']

@@ -77,7 +77,7 @@ CHANGES = {
     'points: load': 'sweeps into one array, moved by OpenCV; no product in double precision, no selection of columns',
     'paste objects': "a coarse picture tells which points can be in a pasted box; one table of overlaps",
     'scene: turn, scale, flip': "OpenCV's transform for BLAS's product with a 3x3 matrix",
-    'map labels': 'layers of a class drawn together, 16-bit sums, straight into the label array',
+    'map labels': 'layers of a class drawn together, whole-number sums, straight into the label array',
     'filter, shuffle': "whole rows moved by numpy for torch's indexing, torch's permutation for numpy's",
     'format': 'images are stacked already', 'collate': 'freed memory is kept for the next sample'}
 

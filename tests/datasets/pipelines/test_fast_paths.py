@@ -193,7 +193,7 @@ def test_a_class_of_several_layers_is_their_union(tmp_path):
 
 
 def test_hundreds_of_polygons_on_one_cell():
-    """Counts in 16 bits must not wrap to "outside"."""
+    """Counts must not wrap to "outside"."""
     grid = BevGrid.parse([-8, 8, 0.5], [-8, 8, 0.5])
     identity = np.eye(3)[:2]
     squares = [Polygon([(-4, -4), (4, -4), (4, 4), (-4, 4)])] * 300

@@ -16,7 +16,7 @@ from torch import nn
 from ...models.detectors.memory_switches import apply_channels_last
 from ...models.vtransforms.base import BaseTransform
 from ...models.vtransforms.rigs import RIG_MATRICES, rig_key
-from ..parallel import autocast, unpack_batch
+from ..parallel import autocast, takes, unpack_batch
 from ..timing import parts_of
 from .fold import FoldReport, fold_batch_norms
 from .weights import StoreReport, store_cast_weights
@@ -39,7 +39,7 @@ class Predictor:
     def __call__(self, batch: Mapping[str, Any]) -> List[Dict[str, Any]]:
         """The model's predictions, on the CPU. ``batch``: what the loader gives, or ``model(**batch)`` takes."""
         rig = self._rig(batch)
-        values = unpack_batch(batch, self.device)
+        values = _arguments(self.model, batch, self.device)
         if rig is not None:
             values['rig'] = rig
         with torch.no_grad(), autocast(self.device, self.dtype):
@@ -108,9 +108,14 @@ class Predictor:
 
 def fold_model(model: nn.Module, batch: Mapping[str, Any], device: torch.device) -> FoldReport:
     """:func:`~.fold.fold_batch_norms` of a whole detector, checked part by part on one batch."""
-    values = unpack_batch(batch, device)
+    values = _arguments(model, batch, device)
     return fold_batch_norms(model, lambda: model(**values), _parts(model))
 
 
-def _parts(model: nn.Module) -> Dict[str, nn.Module]:
-    return dict(parts_of(model))
+def _arguments(model: nn.Module, batch: Mapping[str, Any], device: torch.device) -> Dict[str, Any]:
+    return dict(unpack_batch(batch, device), **({'return_loss': False} if takes(model, 'return_loss') else {}))
+
+
+def _parts(model: nn.Module) -> Optional[Dict[str, nn.Module]]:
+    """What outputs are compared of: the parts of a detector of ours, else (None) the model as a whole."""
+    return dict(parts_of(model)) if hasattr(model, 'encoders') else None

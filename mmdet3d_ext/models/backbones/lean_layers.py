@@ -11,6 +11,7 @@ Letters: B images, T tokens of all images, C channels, R rows of channels.
 """
 from __future__ import annotations
 
+import contextlib
 from typing import Dict, Optional, Tuple
 
 import torch
@@ -100,20 +101,18 @@ def back_to_stream(grad: torch.Tensor, d_normed: torch.Tensor, normed: torch.Ten
     return torch.addcmul(grad, through.view(grad.shape), rstd.view(*grad.shape[:-1], 1))
 
 
-class _Function(torch.autograd.Function):
-    """Both passes run as written, without autocast: types are chosen here."""
-
-    @classmethod
-    def without_autocast(cls, x: torch.Tensor):
-        return torch.autocast(x.device.type, enabled=False)
+def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
+    """Within: operators run in the types that they are given."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
 
 
-class NormLinear(_Function):
+class NormLinear(torch.autograd.Function):
     """linear(layer_norm(x)): x (..., C) -> (..., C_out) of the matrix products' type."""
 
     @staticmethod
     def forward(ctx, x, scale, shift, weight, bias, eps: float, dtype: torch.dtype):
-        with NormLinear.without_autocast(x):
+        with without_autocast(x):
             normed, rstd = normalise(x, eps, dtype)
             out = torch.addmm(fold_bias(weight, shift, bias, dtype), normed, fold(weight, scale, dtype).t())
         ctx.save_for_backward(normed, rstd, scale, shift, weight)
@@ -126,7 +125,7 @@ class NormLinear(_Function):
         normed, rstd, scale, shift, weight = ctx.saved_tensors
         shape, dtype, biased = ctx.like
         d_x = d_scale = d_shift = d_weight = d_moved = None
-        with NormLinear.without_autocast(grad):
+        with without_autocast(grad):
             grad = grad.reshape(-1, grad.shape[-1]).to(normed.dtype)
             if any(ctx.needs_input_grad[1:5]):
                 d_moved = row_sum(grad, weight)
@@ -137,7 +136,7 @@ class NormLinear(_Function):
         return d_x, d_scale, d_shift, d_weight, d_moved if biased else None, None, None
 
 
-class NormPerceptron(_Function):
+class NormPerceptron(torch.autograd.Function):
     """x + keep * fc2(gelu(fc1(layer_norm(x)))) for x (B, L, C); keep (B, 1, 1) or None for ones.
 
     The activation is recomputed in the backward pass; with ``recompute`` the first linear layer too.
@@ -146,7 +145,7 @@ class NormPerceptron(_Function):
     @staticmethod
     def forward(ctx, x, scale, shift, weight1, bias1, weight2, bias2, keep, eps: float, dtype: torch.dtype, approximate: str,
                 recompute: bool):
-        with NormPerceptron.without_autocast(x):
+        with without_autocast(x):
             normed, rstd = normalise(x, eps, dtype)
             hidden = torch.addmm(fold_bias(weight1, shift, bias1, dtype), normed, fold(weight1, scale, dtype).t())
             out = torch.addmm(bias2.to(dtype), F.gelu(hidden, approximate=approximate), weight2.to(dtype).t())
@@ -160,7 +159,7 @@ class NormPerceptron(_Function):
     def backward(ctx, grad):
         normed, rstd, hidden, keep, scale, shift, weight1, bias1, weight2 = ctx.saved_tensors
         d_x = d_scale = d_shift = d_weight1 = d_bias1 = d_weight2 = d_bias2 = None
-        with NormPerceptron.without_autocast(grad):
+        with without_autocast(grad):
             dtype, parameters = normed.dtype, any(ctx.needs_input_grad[1:7])
             folded = fold(weight1, scale, dtype)
             if hidden is None:
@@ -183,7 +182,7 @@ class NormPerceptron(_Function):
         return d_x, d_scale, d_shift, d_weight1, d_bias1, d_weight2, d_bias2, None, None, None, None, None
 
 
-class NormAttention(_Function):
+class NormAttention(torch.autograd.Function):
     """x + keep * proj(attention(qkv(layer_norm(x)))) within windows, for x (B, L, C); keep (B, 1, 1) or None for ones.
 
     Linear layers see tokens only. Places of padding have a normed map of zeros, so their queries, keys and values are the bias.
@@ -193,7 +192,7 @@ class NormAttention(_Function):
     @staticmethod
     def forward(ctx, x, scale, shift, qkv_weight, qkv_bias, table, proj_weight, proj_bias, keep, grid: windows.Windows, heads: int,
                 factor: float, eps: float, dtype: torch.dtype):
-        with NormAttention.without_autocast(x):
+        with without_autocast(x):
             normed, rstd = normalise(x, eps, dtype)
             qkv = normed.new_empty((len(normed) + 1, len(qkv_weight)))
             torch.addmm(fold_bias(qkv_weight, shift, qkv_bias, dtype), normed, fold(qkv_weight, scale, dtype).t(), out=qkv[:-1])
@@ -216,7 +215,7 @@ class NormAttention(_Function):
         normed, rstd, qkv, out, keep, scale, shift, qkv_weight, qkv_bias, table, proj_weight, *kept = ctx.saved_tensors
         grid, heads, factor = ctx.settings
         d_x = d_scale = d_shift = d_qkv_weight = d_qkv_bias = d_table = d_proj_weight = d_proj_bias = None
-        with NormAttention.without_autocast(grad):
+        with without_autocast(grad):
             dtype, parameters, width = normed.dtype, any(ctx.needs_input_grad[1:8]), normed.shape[1]
             d_out = scaled_rows(grad, keep, dtype)
             if parameters:

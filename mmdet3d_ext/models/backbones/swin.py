@@ -37,9 +37,10 @@ class SwinBlock(mmdet_swin.SwinBlock):
     lean: Union[bool, str] = True
 
     def _as_mmdet(self) -> bool:
-        attention, drops = self.attn.w_msa, [m for m in self.modules() if isinstance(m, nn.Dropout)]
-        return not (self.lean and _plain_norm(self.norm1) and _plain_norm(self.norm2) and type(self.ffn.activate) is nn.GELU
-                    and attention.proj.bias is not None and not any(m.p and m.training for m in drops))
+        attention, layers = self.attn.w_msa, self.ffn.layers
+        drops = attention.attn_drop, attention.proj_drop, layers[0][2], layers[2]
+        return not (_plain_norm(self.norm1) and _plain_norm(self.norm2) and type(self.ffn.activate) is nn.GELU
+                    and not any(layer.p and layer.training for layer in drops))
 
     def _forward(self, x: torch.Tensor, size: Tuple[int, int]) -> torch.Tensor:
         attention, edge, dtype = self.attn.w_msa, self.attn.window_size, working_type(x)

@@ -157,7 +157,11 @@ def attention_bias_backward(grad: torch.Tensor, grid: Windows) -> torch.Tensor:
 
 def fused(qkv: torch.Tensor, head_channels: int) -> bool:
     """Whether CUDA's memory-efficient attention can run: it never holds the p x p weights, and sums in float32."""
-    return qkv.is_cuda and torch.version.hip is None and qkv.dtype in (*HALF, torch.float32) and head_channels % 8 == 0
+    if not qkv.is_cuda or torch.version.hip is not None or head_channels % 8:
+        return False
+    if qkv.dtype == torch.bfloat16:
+        return torch.cuda.get_device_capability(qkv.device) >= (8, 0)
+    return qkv.dtype in (torch.float16, torch.float32)
 
 
 def _heads(qkv: torch.Tensor, grid: Windows, heads: int) -> Tuple[torch.Tensor, ...]:

@@ -31,8 +31,8 @@ class ImageAug3D:
     Draw order per image from numpy's global generator: scale, bottom crop fraction, left crop fraction, flip (only if
     ``rand_flip``), angle. Test mode draws nothing: mean scale, mean bottom crop, horizontally centred, no flip, no turn.
     Resizing is Pillow's bicubic (the filter of the published models), to one grey level; with ``compat='reference'`` it is Pillow
-    itself, several times slower. The rotation takes the nearest pixel; what lies outside the image is black. Images may be RGB arrays (H, W, 3) uint8, Pillow images or :class:`.images.EncodedImage`; the
-    result is a list of (H, W, 3) uint8 arrays.
+    itself, several times slower. The rotation takes the nearest pixel; what lies outside the image is black. Images may be RGB
+    arrays (H, W, 3) uint8, Pillow images or :class:`.images.EncodedImage`; the result is a list of (H, W, 3) uint8 arrays.
 
     ``img_aug_matrix`` (N matrices, 4x4 float32) maps pixel positions (u, v, depth, 1) of the original image to the new one,
     multiplied from the left to what is already there. The image is resized to whole pixels (``int(W * scale)``), and the

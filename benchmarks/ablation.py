@@ -222,7 +222,7 @@ def fit(form: Form, wanted: Sequence[Row], arguments: argparse.Namespace, deadli
     """Epochs for which the time until ``deadline`` suffices, from a trial of the second trainings side by side.
 
     Raises:
-        RuntimeError: a trial failed; with its last words.
+        RuntimeError: all trials failed; with the last words of one.
     """
     everything = list(as_trainings(wanted, form.epoch).values())
     bases = [one for one in everything if one.after is None]
@@ -233,9 +233,13 @@ def fit(form: Form, wanted: Sequence[Row], arguments: argparse.Namespace, deadli
     pool.work.mkdir(parents=True, exist_ok=True)
 
     def steps() -> Dict[Training, int]:
-        for one, run in pool.runs.items():
+        for one, run in list(pool.runs.items()):
             if run.process.poll() is not None:
-                raise RuntimeError(f'{one.label} failed with exit code {run.process.returncode}\n{tail(str(one.log(pool.work)))}')
+                text = f'{one.label} failed with exit code {run.process.returncode}\n{tail(str(one.log(pool.work)))}'
+                del pool.runs[one]
+                if not pool.runs:
+                    raise RuntimeError(text)
+                print(text, file=sys.stderr, flush=True)
         return {one: len(side_by_side.train_records(one.folder(pool.work))) for one in pool.runs}
 
     def pace(seconds: float) -> Dict[Training, float]:
@@ -244,8 +248,8 @@ def fit(form: Form, wanted: Sequence[Row], arguments: argparse.Namespace, deadli
         while True:
             time.sleep(seconds)
             after, past = steps(), time.monotonic() - began
-            if all(after[one] > before[one] + 1 for one in after) or past > 5 * seconds:
-                return {one: past / max(1, after[one] - before[one]) for one in after}
+            if all(after[one] > before.get(one, 0) + 1 for one in after) or past > 5 * seconds:
+                return {one: past / max(1, after[one] - before.get(one, 0)) for one in after}
 
     def end(these: Sequence[Training]) -> None:
         for one in these:
@@ -255,15 +259,14 @@ def fit(form: Form, wanted: Sequence[Row], arguments: argparse.Namespace, deadli
     try:
         for one in trials:
             pool.start(one, len(trials))
-        while min(steps().values()) < arguments.trial[0]:
-            if time.monotonic() - began > TRIAL_START or pool.left < 0:
-                raise RuntimeError(f'the trial has not come to its step {arguments.trial[0]} after {time.monotonic() - began:.0f} s: '
-                                   + ', '.join(f'{one.label} {count}' for one, count in steps().items()))
+        while min(steps().values()) < arguments.trial[0] and time.monotonic() - began < TRIAL_START:
+            if pool.left < 0:
+                raise OutOfTime
             time.sleep(0.2)
         start = time.monotonic() - began
         loaded = pace(arguments.trial[1])
-        coarse = [one for one in trials if one.words[0] == form.phase3][:len(bases)] or trials[:1]
-        end([one for one in trials if one not in coarse])
+        coarse = [one for one in pool.runs if one.words[0] == form.phase3][:len(bases)] or list(pool.runs)[:1]
+        end([one for one in pool.runs if one not in coarse])
         time.sleep(1.0)
         alone = pace(arguments.trial[1] / 2)
     finally:

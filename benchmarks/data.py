@@ -69,6 +69,17 @@ VARIANTS = {OURS: [], 'ours, uint8': ['--image_uint8', 'true'],
             'ours, uint8 and reduced decoding': ['--image_uint8', 'true', '--image_reduced', 'true'],
             "ours, the devkit's labels": ['--compat', 'reference']}
 BATCH = 4
+# What was changed since the run that --before names.
+CHANGES = {
+    'images: decode': "OpenCV's libjpeg-turbo for Pillow; no copy",
+    'images: resize, crop, turn': "only the crop is resampled, by torch's 8-bit vector kernel for Pillow's C loop",
+    'images: normalise': 'a table of 256 levels per channel, into the one tensor of the sample (before: also stacked in "format")',
+    'points: load': 'sweeps into one array, moved by OpenCV; no product in double precision, no selection of columns',
+    'paste objects': "a coarse picture tells which points can be in a pasted box; one table of overlaps",
+    'scene: turn, scale, flip': "OpenCV's transform for BLAS's product with a 3x3 matrix",
+    'map labels': 'layers of a class drawn together, whole-number sums, straight into the label array',
+    'filter, shuffle': "whole rows moved by numpy for torch's indexing, torch's permutation for numpy's",
+    'format': 'images are stacked already', 'collate': 'freed memory is kept for the next sample'}
 
 
 class Pipeline:
@@ -133,11 +144,11 @@ def make_pipelines(root: Path, sizes: List[int], names: List[str]) -> List[Pipel
     return found
 
 
-def measure(pipelines: List[Pipeline], rounds: int, warm: int = 2) -> List[Dict[str, Any]]:
+def measure(pipelines: List[Pipeline], rounds: int, warm: int = 2, sweeps: int = 9) -> List[Dict[str, Any]]:
     """Medians over rounds and samples; in each round every pipeline reads every sample, in changing order."""
-    samples = [i for i, info in enumerate(pipelines[0].dataset.data_infos) if len(info['sweeps']) >= 9]
+    samples = [i for i, info in enumerate(pipelines[0].dataset.data_infos) if len(info['sweeps']) >= sweeps]
     if not samples:
-        raise SystemExit('error: no sample has nine earlier sweeps; use other data')
+        raise SystemExit(f'error: no sample has {sweeps} earlier sweeps; use other data')
     taken: List[List[Dict[str, Tuple[float, float]]]] = [[] for _ in pipelines]
     for turn in tqdm(range(-warm, rounds), desc='rounds'):
         for index in samples:
@@ -207,6 +218,8 @@ def report(result: Dict[str, Any]) -> str:
             lines.append(_line(f'{rate:g}, {cells}', need))
     lines += ['', 'That is the work of the loader workers alone; leave one more core per GPU to the training process. Set '
               '`data.workers_per_gpu` to the next whole number above it.', '']
+    if result.get('before'):
+        lines += _gains(result)
     if result.get('loader'):
         lines += ['## The loader', '', f'Batches of {BATCH}, read as training reads them.', '',
                   '| pipeline | labels | workers | samples/s | training process, CPU ms per sample |', '|---|---|---|---|---|']
@@ -214,6 +227,22 @@ def report(result: Dict[str, Any]) -> str:
                   for row in result['loader']]
         lines.append('')
     return '\n'.join(lines)
+
+
+def _gains(result: Dict[str, Any]) -> List[str]:
+    """Stage by stage: the earlier run beside this one; brackets make runs on different machines comparable."""
+    before = result['before']
+    lines = ['## What the changes gained', '', f'Before: {before["machine"]}, {before["date"]}, a run of its own; compare the brackets.', '']
+    for cells in dict.fromkeys(row['cells'] for row in result['rows']):
+        found = [{row['name']: row for row in run['rows'] if row['cells'] == cells} for run in (before, result)]
+        if not all(OURS in rows and PEER in rows for rows in found):
+            continue
+        lines += [*_head(f'stage, labels of {cells} x {cells}', ['before', 'now', 'change'])]
+        for stage in ORDER:
+            values = [_cell(rows[OURS]['stages'][stage], rows[PEER]['stages'][stage], OURS) for rows in found]
+            lines.append(_line(stage, [*values, CHANGES.get(stage, '')]))
+        lines += [_line('**sample**', [*(_cell(rows[OURS]['cpu_ms'], rows[PEER]['cpu_ms'], OURS) for rows in found), '']), '']
+    return lines
 
 
 def _head(first: str, names: List[str]) -> List[str]:
@@ -247,6 +276,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--gpu-rate', type=float, nargs='+', default=[13.0, 20.0], help='samples/s that one GPU trains')
     parser.add_argument('--loader-workers', type=int, nargs='*', default=[], help='also measure the loader with so many workers')
     parser.add_argument('--loader-seconds', type=float, default=15.0)
+    parser.add_argument('--before', type=Path, help='data.json of an earlier version, to show what the changes gained')
     parser.add_argument('--out', type=Path, help='folder for data.md and data.json')
     options = parser.parse_args(argv)
     logging.disable(logging.INFO)
@@ -262,6 +292,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     result = dict(command=shlex.join(['python', 'benchmarks/data.py', *(sys.argv[1:] if argv is None else argv)]), machine=cpu_name(),
                   date=str(datetime.date.today()), data=about, classes=list(configuration(root, 200, [])['map_classes']),
                   versions={module.__name__: module.__version__ for module in (np, cv2, torch)}, rows=rows, gpu_rates=options.gpu_rate)
+    if options.before:
+        result['before'] = {key: value for key, value in json.loads(options.before.read_text()).items() if key != 'before'}
     if options.loader_workers:
         result['loader'] = loader_rates(root, options.cells[0], options.loader_workers, options.loader_seconds, options.variants[:2])
     text = report(result)

@@ -49,7 +49,8 @@ class PeerPipeline:
             found.append(('paste objects', self.sampler))
         return found + [
             ('images: resize, crop, turn', self.augment_images), ('scene: turn, scale, flip', self.augment_scene),
-            ('map labels', self.draw_map), ('filter, shuffle', self.filter), ('images: normalise', self.normalise),
+            ('map labels', self.draw_map), ('scene: turn, scale, flip', self.flip_scene),
+            ('filter, shuffle', self.filter), ('images: normalise', self.normalise),
             ('filter, shuffle', self.shuffle), ('format', self.format)]
 
     def decode(self, data: Dict[str, Any]) -> Dict[str, Any]:
@@ -122,17 +123,25 @@ class PeerPipeline:
         boxes.scale(scale)
         turn = np.array([[np.cos(angle), np.sin(angle), 0], [-np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
         matrix[:3, :3], matrix[:3, 3] = turn * scale, shift * scale
-        for direction, axis in (('horizontal', 1), ('vertical', 0)):
-            if np.random.choice([0, 1]):
-                points.flip(direction)
-                boxes.flip(direction)
-                matrix[axis] *= -1
         data['lidar_aug_matrix'] = matrix
         return data
 
+    @staticmethod
+    def flip_scene(data: Dict[str, Any]) -> Dict[str, Any]:
+        """After the labels are drawn, and with them: the devkit cannot draw mirrored."""
+        for direction, axis in (('horizontal', 1), ('vertical', 0)):
+            if np.random.choice([0, 1]):
+                data['points'].flip(direction)
+                data['gt_bboxes_3d'].flip(direction)
+                data['lidar_aug_matrix'][axis] *= -1
+                data['gt_masks_bev'] = np.flip(data['gt_masks_bev'], axis + 1).copy()
+        return data
+
     def draw_map(self, data: Dict[str, Any]) -> Dict[str, Any]:
-        (x_lo, x_hi, _), (y_lo, y_hi, _) = self.cfg['map_bound']
-        pose = data['ego2global'] @ data['lidar2ego'] @ np.linalg.inv(data['lidar_aug_matrix'])
+        (x_lo, x_hi, _), (y_lo, y_hi, _) = self.cfg['map_bound']  # about the car: the centre of the patch is its place
+        ego2global, lidar2ego, augmentation = (np.asarray(data[name], np.float32) for name in ('ego2global', 'lidar2ego',
+                                                                                              'lidar_aug_matrix'))
+        pose = ego2global @ lidar2ego @ np.linalg.inv(augmentation)
         heading = pose[:3, :3] @ np.array([1, 0, 0])
         classes = {name: GROUPS.get(name, [name]) for name in self.cfg['map_classes']}
         layers = list({layer for names in classes.values() for layer in names})

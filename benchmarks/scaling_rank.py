@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence
 
@@ -238,16 +239,33 @@ def difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor
                 worst_relative=norms[worst] / (float(other[worst].norm()) + 1e-6 * whole), parameters=len(other))
 
 
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    """Algorithms without atomic sums where torch has them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        before, torch.backends.cudnn.deterministic = torch.backends.cudnn.deterministic, True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+            torch.backends.cudnn.deterministic = before
+
+
 def compare_gradients(bench: Bench) -> Dict[str, Any]:
-    """The float32 gradient of a step over all ranks against that of this process with all samples, one part after the other and all at
-    once; ``again``: the former computed twice, which shows what the device itself leaves open (atomic sums)."""
+    """The float32 gradient of a step over all ranks against that of this process with all samples, one part after the other.
+
+    ``again`` and ``at_once`` compare the latter with itself, computed once more and with all samples in one forward pass: what of a
+    difference is not the exchange's.
+    """
     samples, rank, device = bench.arguments.equal_samples, launch.current().rank, bench.device
     parts = [random_batch(bench.cfg, samples, device, 1000 + r, bench.arguments.points) for r in range(bench.ranks)]
     for number, part in enumerate(parts):  # unlike numbers of objects, so that what losses divide by matters
         for key in ('gt_bboxes_3d', 'gt_labels_3d'):
             part[key] = [value[:max(1, len(value) // (1 + number))] for value in part[key]]
     found: Dict[str, Any] = dict(samples_per_rank=samples, objects=[sum(len(v) for v in part['gt_labels_3d']) for part in parts])
-    with benchmark.precision('fp32', device):
+    with benchmark.precision('fp32', device), deterministic():
         model = copy.deepcopy(bench.template).to(device).train()
         wrapped = StepModel(model, device, None, **exchange_settings(bench.cfg))
         with without_chance(model):
@@ -261,10 +279,10 @@ def compare_gradients(bench: Bench) -> Dict[str, Any]:
         once = part_by_part(bench.template, device, parts)
         found['difference'] = difference(exchanged, once)
         found['again'] = difference(part_by_part(bench.template, device, parts), once)
-        found['at_once'] = difference(exchanged, at_once(bench.template, device, parts))
+        found['at_once'] = difference(at_once(bench.template, device, parts), once)
         bench.clean()
-    for name in ('difference', 'again', 'at_once'):
-        say(f'gradients, {name}: {found[name]}')
+    say('gradients, relative difference: ' + ', '.join(f'{name} {found[name].get("relative", found[name].get("error"))}'
+                                                       for name in ('difference', 'again', 'at_once')))
     return found
 
 

@@ -270,7 +270,8 @@ class Pool:
         if self.gpus:
             used = Counter(run.gpu for run in self.runs.values())
             gpu = min(self.gpus, key=lambda name: (used[name], self.gpus.index(name)))
-        workers = max(0, min(4, self.cores // side_by_side - 1))
+        # Beside others two keep up with a small model, and all of them share /dev/shm.
+        workers = max(0, min(8 if side_by_side == 1 else 2, self.cores // side_by_side - 1))
         base = ['--load_from', str(training.after.folder(self.work) / 'latest.pth')] if training.after else []
         words = [sys.executable, self.script, training.words[0], '--run-dir', str(folder), *base, '--resume_from', 'auto',
                  *([] if training.validate else ['--no-validate']), *self.extra, '--data.workers_per_gpu', str(workers),

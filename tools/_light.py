@@ -1,8 +1,9 @@
-"""What the tools share: importing parts of the package that need neither torch nor mmcv, and how a tool ends.
+"""What the tools share: importing parts of the package that need neither torch nor mmcv, types of arguments, how a tool ends.
 
 ``import mmdet3d_ext`` applies the version shims and registers every model, which takes seconds and fails where torch or mmcv
 do not load: just where the doctor, the launcher and the monitor are needed.
 """
+import argparse
 import errno
 import os
 import sys
@@ -19,6 +20,14 @@ def use_package(name: str = 'mmdet3d_ext') -> None:
         package = types.ModuleType(name)
         package.__path__ = [str(REPO / name)]
         sys.modules[name] = package
+
+
+def seconds(text: str) -> float:
+    """An argument's value; argparse says what is wrong with another one."""
+    value = float(text)
+    if not 0 <= value < float('inf'):
+        raise argparse.ArgumentTypeError(f'must be a number of seconds >= 0, got {text!r}')
+    return value
 
 
 def end(main: Callable[[], Optional[int]]) -> NoReturn:

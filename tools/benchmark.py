@@ -2,7 +2,7 @@
 """Time a configuration's training step or inference part by part, on a GPU or the CPU.
 
     python tools/benchmark.py configs/nuscenes/multitask/phase3_400.yaml --batch 2 4 --precision fp32 fp16
-    python tools/benchmark.py CONFIG --mode infer --batch 1 --precision fp16 fp32
+    python tools/benchmark.py CONFIG --mode infer --batch 1 --precision fp16 fp32     # latency, with and without what predictions can skip
     python tools/benchmark.py CONFIG --inputs data                 # with the configured data set and its loader
     python tools/benchmark.py CONFIG --out out/before              # writes benchmark.json, benchmark.md and a trace per run
     python tools/benchmark.py CONFIG --baseline out/before/benchmark.json
@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument('--repeat-cloud', type=int, default=1, metavar='K', help='that file K times along a drive (default 1)')
     result.add_argument('--iterations', type=int, default=20, help='timed steps (default 20)')
     result.add_argument('--warmup', type=int, default=8, help='steps before (default 8)')
-    result.add_argument('--no-fold', action='store_true', help='infer: keep the batch norms')
+    result.add_argument('--plain', action='store_true', help='infer: the model as it is only, nothing folded or kept')
     result.add_argument('--out', metavar='D', help='folder for benchmark.json, benchmark.md and the traces')
     result.add_argument('--baseline', metavar='F', help='benchmark.json of an earlier run: print ratios')
     cli.add_common(result)
@@ -60,6 +60,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         import torch
 
         from mmdet3d_ext.engine import benchmark
+        from mmdet3d_ext.engine.inference import benchmark as inference
         from mmdet3d_ext.engine.startup import load_settings, start
         cfg = load_settings(arguments.config, overrides)
         device = start(cfg, arguments)
@@ -83,13 +84,15 @@ def main(argv: Optional[List[str]] = None) -> int:
                 settings = dict(iterations=arguments.iterations, warmup=arguments.warmup, batches=inputs,
                                 trace=str(out / f'trace_{arguments.mode}_{samples}_{name}.json.gz') if out else None)
                 if arguments.mode == 'infer':
-                    rows.append(benchmark.inference(cfg, device, samples, name, fold=not arguments.no_fold, **settings))
+                    for row in inference.inference(cfg, device, samples, name, plain_only=arguments.plain, **settings):
+                        print(f'    {row["variant"]}: {row["step_ms"]:.1f} ms', file=sys.stderr, flush=True)
+                        rows.append(row)
                 else:
                     rows.append(benchmark.training(cfg, device, samples, name, **settings))
                 if device.type == 'cuda':
                     torch.cuda.empty_cache()
         if launch.current().is_master:
-            text = benchmark.table(rows, baseline)
+            text = (inference if arguments.mode == 'infer' else benchmark).table(rows, baseline)
             print(text)
             if out:
                 about = dict(command=shlex.join(['python', 'tools/benchmark.py', *words]), date=str(datetime.date.today()),

@@ -21,7 +21,7 @@ import argparse
 import sys
 from typing import List, Optional
 
-from _light import end, use_package
+from _light import end, seconds, use_package
 
 use_package()
 
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument('--run-dir', metavar='D', help='where the run is written (default: the configuration\'s, or runs)')
     result.add_argument('--processes', type=int, default=0, metavar='N',
                         help='ranks on this machine (default: its GPUs; 2 to try the launcher)')
-    result.add_argument('--timeout', type=float, default=120.0, metavar='S', help='seconds for one attempt (default 120)')
+    result.add_argument('--timeout', type=seconds, default=120.0, metavar='S', help='seconds for one attempt (default 120)')
     result.add_argument('--json', action='store_true', help='print one JSON object instead of lines')
     result.add_argument('--fix', action='store_true',
                         help='link the names that a library of another torch needs, if it then loads; nothing else is changed')
@@ -51,6 +51,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     arguments, rest = parser().parse_known_args(argv)
     options = doctor.Options(arguments.config, rest, arguments.data_root, arguments.version, arguments.info_file, arguments.run_dir,
                              arguments.processes, fix=arguments.fix, timeout=arguments.timeout)
+    if arguments.processes < 0:
+        parser().error(f'--processes must be a whole number >= 0, got {arguments.processes}')
     if rest and not arguments.config:
         parser().error(f'unknown option {rest[0]} (overrides need a configuration)')
 

@@ -24,7 +24,7 @@ if str(REPO) not in sys.path:
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    result.add_argument('file', help='<run folder>/bad_batches/epoch_<E>_iter_<I>_rank_<R>.pth')
+    result.add_argument('file', help='<run folder>/bad_batches/epoch_<E>_iter_<I>_rank_<R>.pth: iteration I of epoch E, both from 1')
     result.add_argument('--precision', choices=('float32', 'float16', 'bfloat16'), help='default: that of the run')
     result.add_argument('--device', help='cpu, cuda, cuda:1 (default: a GPU if there is one)')
     return result

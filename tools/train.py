@@ -12,8 +12,8 @@ configs.yaml, <time>.log, <time>.log.json, logging/ (one log per process), tf_lo
 
 Exit codes: 0 done; 1 an error, its traceback is on the screen and in logging/; 2 something to correct in the command or the
 configuration; 3 the last checkpoint could not be written (at the end, or when asked to stop); 4 stopped by the guard: too many steps
-without a finite gradient; 75 stopped by Ctrl-C, SIGTERM or SIGUSR1 after a step, with a checkpoint (--resume_from auto goes on there);
-130 stopped at once, without one: a second Ctrl-C, or Ctrl-C while it starts or evaluates.
+without a finite gradient, or none at the end of the schedule; 75 stopped by Ctrl-C, SIGTERM or SIGUSR1 after a step, with a checkpoint
+(--resume_from auto goes on there); 130 stopped at once, without one: a second Ctrl-C, or Ctrl-C while it starts or evaluates.
 """
 from __future__ import annotations
 

@@ -6,13 +6,10 @@ Times of parts come from events on the device's own clock, so that measuring doe
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import logging
-import statistics
 import time
-import warnings
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import numpy as np
 import torch
@@ -25,100 +22,10 @@ from .hooks.guard import Guard
 from .hooks.optimizer import GuardedOptimizerHook, make_scaler
 from .launch import UserError, current
 from .norm_layers import use_sync_bn
-from .parallel import StepModel, autocast, exchange_settings, unpack_batch
+from .parallel import StepModel, exchange_settings
 from .run_dir import to_plain
+from .timing import Clock, medians, peak, precision, profile_step, reset_peak, wait
 from .train import make_loader, make_model, make_optimizer, make_runner
-
-MIB = 1024 ** 2
-# Name -> autocast type, TF32 in matrix products and sparse convolutions, TF32 in convolutions. 'torch' is what torch does unless told
-# otherwise; with an autocast type it is the configuration's allow_tf32 that says what the float32 rest runs in.
-PRECISIONS = {'fp32': (None, False, False), 'torch': (None, False, True), 'tf32': (None, True, True),
-              'fp16': (torch.float16, None, None), 'bf16': (torch.bfloat16, None, None)}
-KERNELS = 40  # that a row names
-# CUDA runtime calls in which the host waits for the device.
-WAITS = ('cudaStreamSynchronize', 'cudaDeviceSynchronize', 'cudaEventSynchronize')
-
-
-class Clock:
-    """Named spans of one step, on the device's clock (CUDA events) or the host's."""
-
-    def __init__(self, device: torch.device):
-        self.cuda = device.type == 'cuda'
-        self.spans: List[Tuple[str, Any, Any]] = []
-        self._open: Dict[str, Any] = {}
-
-    def now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def start(self, name: str) -> None:
-        self._open[name] = self.now()
-
-    def stop(self, name: str) -> None:
-        if name in self._open:
-            self.spans.append((name, self._open.pop(name), self.now()))
-
-    def milliseconds(self) -> Dict[str, float]:
-        """Sum per name, and start anew. Waits for the device."""
-        if self.cuda:
-            torch.cuda.synchronize()
-        found: Dict[str, float] = collections.OrderedDict()
-        for name, begin, end in self.spans:
-            spent = begin.elapsed_time(end) if self.cuda else 1e3 * (end - begin)
-            found[name] = found.get(name, 0.0) + spent
-        self.spans, self._open = [], {}
-        return found
-
-
-def parts_of(model: nn.Module) -> Dict[str, nn.Module]:
-    """The model's parts that a table shows, by name: one level below encoders, decoders and heads, whole fusers."""
-    found: Dict[str, nn.Module] = collections.OrderedDict()
-    for sensor, encoder in getattr(model, 'encoders', {}).items():
-        for name, part in encoder.items():
-            found[f'encoders.{sensor}.{name}'] = part
-    branches = {f'branches.{task}.': branch for task, branch in getattr(model, 'branches', {}).items()}
-    for prefix, trunk in {'': model, **branches}.items():
-        if getattr(trunk, 'fuser', None) is not None:
-            found[f'{prefix}fuser'] = trunk.fuser
-        for name, part in getattr(trunk, 'decoder', {}).items():
-            for inner, module in part.items() if isinstance(part, nn.ModuleDict) else [('', part)]:
-                found[f'{prefix}decoder.{name}{"." if inner else ""}{inner}'] = module
-    for task, head in getattr(model, 'heads', {}).items():
-        found[f'heads.{task}'] = head
-    return found or collections.OrderedDict(model.named_children())
-
-
-@contextlib.contextmanager
-def timed_parts(model: nn.Module, clock: Clock) -> Iterator[None]:
-    """Within: every call of a part is a span of ``clock`` (and ``heads.<task>.loss`` of a head's ``loss``)."""
-    handles, wrapped = [], []
-    for name, part in parts_of(model).items():
-        handles.append(part.register_forward_pre_hook(lambda *_, name=name: clock.start(name)))
-        handles.append(part.register_forward_hook(lambda *_, name=name: clock.stop(name)))
-        for method in ('loss', 'get_bboxes') if name.startswith('heads.') else ():
-            if callable(getattr(part, method, None)):
-                wrapped.append((part, method))
-                setattr(part, method, _timed(getattr(part, method), f'{name}.{method}', clock))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-        for part, method in wrapped:
-            delattr(part, method)
-
-
-def _timed(call: Callable, name: str, clock: Clock) -> Callable:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        clock.start(name)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            clock.stop(name)
-    return timed
 
 
 class _TimingHook(Hook):
@@ -159,27 +66,6 @@ class _TimedStep:
         self.clock.stop('forward')
         self.clock.start('backward')
         return outputs
-
-
-@contextlib.contextmanager
-def precision(name: str, device: torch.device) -> Iterator[Optional[torch.dtype]]:
-    """Set where TF32 is allowed as :data:`PRECISIONS` says; gives the autocast type or None.
-
-    Raises:
-        UserError: for an unknown precision, or float16 on the CPU.
-    """
-    if name not in PRECISIONS:
-        raise UserError(f'--precision must be among {list(PRECISIONS)}, got {name!r}')
-    dtype, products, convolutions = PRECISIONS[name]
-    if device.type == 'cpu' and dtype == torch.float16:
-        raise UserError('--precision fp16 needs a GPU; on the CPU use fp32 or bf16')
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    if products is not None:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = products, convolutions
-    try:
-        yield dtype
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 class _Repeat:
@@ -254,7 +140,7 @@ class Steps:
     """
 
     def __init__(self, cfg: Mapping[str, Any], model: nn.Module, device: torch.device, samples: int, amp: AmpPlan):
-        cfg, logger = _with_batch(cfg, samples), _quiet_logger()
+        cfg, logger = with_batch(cfg, samples), _quiet_logger()
         self.model = use_sync_bn(cfg, model, device)[0].to(device)
         step = StepModel(self.model, device, amp.dtype, **exchange_settings(cfg))
         self.optimizer = make_optimizer(cfg, self.model, logger, samples * current().world_size)
@@ -276,7 +162,7 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
 
     Returns:
         one row: ``mode, samples, precision, iterations, step_ms, samples_per_s`` (of this rank), ``ranks``,
-        ``data_wait_ms``, ``peak_mib``, ``peak_reserved_mib``, what :func:`_profile` finds, and ``parts``
+        ``data_wait_ms``, ``peak_mib``, ``peak_reserved_mib``, what :func:`~.timing.profile_step` finds, and ``parts``
         (name -> median ms).
     """
     choose_kernels(cfg)
@@ -293,68 +179,23 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
             else:
                 steps.runner.train(_Endless(loader, count))
 
-        loader = None if batches is not None else make_loader(_with_batch(cfg, samples), cfg['data']['train'], 0, train=True)
+        loader = None if batches is not None else make_loader(with_batch(cfg, samples), cfg['data']['train'], 0, train=True)
         run(warmup)
         clock.milliseconds()
         reset_peak(device)
         timing.waited, timing.left = 0.0, None
         begin = time.perf_counter()
         run(iterations)
-        _wait(device)
+        wait(device)
         seconds = time.perf_counter() - begin
         row = dict(mode='train', samples=samples, precision=precision_name, iterations=iterations, ranks=current().world_size,
                    step_ms=1e3 * seconds / iterations, samples_per_s=samples * iterations / seconds,
                    data_wait_ms=1e3 * timing.waited / max(iterations - 1, 1), **peak(device))
         clock.milliseconds()
-        row['parts'] = _medians(steps.model, clock, lambda: run(1), min(iterations, 10))
-        row.update(_profile(device, lambda: run(1), trace))
+        row['parts'] = medians(steps.model, clock, lambda: run(1), min(iterations, 10))
+        row.update(profile_step(device, lambda: run(1), trace))
         for handle in timing.handles:
             handle.remove()
-        return row
-
-
-@torch.no_grad()
-def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precision_name: str, iterations: int = 20,
-              warmup: int = 5, batches: Optional[Sequence[Mapping[str, Any]]] = None, trace: Optional[str] = None,
-              fold: bool = True, model: Optional[nn.Module] = None) -> Dict[str, Any]:
-    """Time predictions, decoded boxes and maps on the CPU included; ``fold``: batch norms into convolutions first.
-
-    Returns:
-        a row like :func:`training`'s; ``step_ms`` is the median latency of a batch, ``latency_ms`` its 90th percentile, too.
-    """
-    choose_kernels(cfg)
-    with precision(precision_name, device) as dtype:
-        model = (model or make_model(cfg)).to(device).eval()
-        if fold:
-            from mmcv.cnn import fuse_conv_bn
-            model = fuse_conv_bn(model)
-        if batches is None:
-            loader = make_loader(_with_batch(cfg, samples), cfg['data']['val'], 0, train=False)
-            batches = [unpack_batch(batch, device) for batch, _ in zip(loader, range(2))]
-        clock, count = Clock(device), 0
-
-        def run() -> None:
-            nonlocal count
-            count += 1
-            with autocast(device, dtype):
-                model(**batches[count % len(batches)])
-
-        for _ in range(warmup):
-            run()
-        reset_peak(device)
-        latencies = []
-        for _ in range(iterations):
-            _wait(device)
-            begin = time.perf_counter()
-            run()
-            _wait(device)
-            latencies.append(1e3 * (time.perf_counter() - begin))
-        median = statistics.median(latencies)
-        row = dict(mode='infer', samples=samples, precision=precision_name, iterations=iterations, ranks=1, folded=fold,
-                   step_ms=median, latency_ms={'median': median, 'p90': sorted(latencies)[int(0.9 * (len(latencies) - 1))]},
-                   samples_per_s=1e3 * samples / median, data_wait_ms=0.0, **peak(device))
-        row['parts'] = _medians(model, clock, run, min(iterations, 10))
-        row.update(_profile(device, run, trace))
         return row
 
 
@@ -369,7 +210,7 @@ def collectives(run: Callable[[], None]) -> Dict[str, int]:
     return dict(calls)
 
 
-def _with_batch(cfg: Mapping[str, Any], samples: int) -> Dict[str, Any]:
+def with_batch(cfg: Mapping[str, Any], samples: int) -> Dict[str, Any]:
     """The configuration with this batch, whose learning rate is not what is measured."""
     plain = to_plain(cfg)
     plain['data'] = dict(plain['data'], samples_per_gpu=samples)
@@ -381,79 +222,6 @@ def _quiet_logger() -> logging.Logger:
     logger = logging.getLogger('mmdet3d_ext.benchmark')
     logger.setLevel(logging.WARNING)
     return logger
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == 'cuda':
-        torch.cuda.synchronize(device)
-
-
-def reset_peak(device: torch.device) -> None:
-    if device.type == 'cuda':
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def peak(device: torch.device) -> Dict[str, Optional[float]]:
-    """What the caching allocator reported at most, MiB: handed out, and held (None on the CPU)."""
-    if device.type != 'cuda':
-        return {'peak_mib': None, 'peak_reserved_mib': None}
-    return {'peak_mib': torch.cuda.max_memory_allocated(device) / MIB, 'peak_reserved_mib': torch.cuda.max_memory_reserved(device) / MIB}
-
-
-def _medians(model: nn.Module, clock: Clock, run: Callable[[], None], iterations: int) -> Dict[str, float]:
-    rows: Dict[str, List[float]] = collections.OrderedDict()
-    with timed_parts(model, clock):
-        for _ in range(iterations):
-            run()
-            for name, spent in clock.milliseconds().items():
-                rows.setdefault(name, []).append(spent)
-    return {name: statistics.median(values) for name, values in rows.items()}
-
-
-def _profile(device: torch.device, run: Callable[[], None], trace: Optional[str]) -> Dict[str, Any]:
-    """One step under torch's profiler.
-
-    Returns:
-        ``host_waits``: calls in which the host waited for the device, ``wait_sites``: the Python lines of those that torch knows of;
-        ``launches`` and ``busy_ms``: kernels and copies on the device and their time together (None on the CPU);
-        ``kernels``: those that took most time, ``[name, calls, ms]`` (operators on the CPU).
-    """
-    from torch.profiler import ProfilerActivity, profile
-    cuda = device.type == 'cuda'
-    _wait(device)
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as recorded:
-        run()
-    averages = recorded.key_averages()
-    waits = sum(event.count for event in averages if event.key in WAITS) if cuda else None
-    spent = 'self_device_time_total' if cuda else 'self_cpu_time_total'
-    # Annotations (Optimizer.step#...) are shown on the device too, and are no work of their own.
-    events = [e for e in averages if not cuda or e.device_type == torch.autograd.DeviceType.CUDA and '#' not in e.key]
-    events.sort(key=lambda event: -getattr(event, spent))
-    kernels = [[event.key[:120], event.count, round(getattr(event, spent) / 1e3, 3)] for event in events[:KERNELS]]
-    launches = sum(event.count for event in events) if cuda else None
-    busy = sum(event.self_device_time_total for event in events) / 1e3 if cuda else None
-    if trace:
-        recorded.export_chrome_trace(trace)
-    sites: Dict[str, int] = collections.Counter()
-    if cuda:
-        torch.cuda.set_sync_debug_mode('warn')
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter('always')
-                run()
-        finally:
-            torch.cuda.set_sync_debug_mode('default')
-        for item in caught:
-            if 'synchroniz' in str(item.message):
-                sites[f'{_short(item.filename)}:{item.lineno}'] += 1
-    return dict(host_waits=waits, wait_sites=dict(sites), launches=launches, busy_ms=busy, kernels=kernels)
-
-
-def _short(path: str) -> str:
-    for root in ('mmdet3d_ext/', 'site-packages/', 'dist-packages/'):
-        if root in path:
-            return (root if root == 'mmdet3d_ext/' else '') + path.rsplit(root, 1)[1]
-    return path
 
 
 # --------------------------------------------------------------------------------------------------------------------

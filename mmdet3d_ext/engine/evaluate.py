@@ -5,7 +5,6 @@ Every sample counts exactly once, however many ranks there are and whatever the 
 """
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import math
@@ -22,7 +21,7 @@ from ..datasets.stream import batches
 from ..metrics import BevMapIoU, NuScenesDetectionMetric, gather_results, on_rank_zero
 from ..metrics.bev_iou import THRESHOLDS
 from .launch import LOGGER_NAME, UserError
-from .parallel import autocast, batch_size, unpack_batch
+from .parallel import autocast, batch_size, takes, unpack_batch
 
 TASKS = {'bbox': 'object', 'object': 'object', 'map': 'map', 'segm': 'map'}  # what --eval takes -> task
 
@@ -181,7 +180,7 @@ def evaluate(model: nn.Module, loader: DataLoader, evaluators: Sequence[Evaluato
 
 def forward(model: nn.Module, batch: Mapping[str, Any]) -> List[Dict[str, Any]]:
     """The model's evaluation output for an unpacked batch, on the CPU."""
-    extra = {'return_loss': False} if 'return_loss' in inspect.signature(model.forward).parameters else {}
+    extra = {'return_loss': False} if takes(model, 'return_loss') else {}
     outputs = model(**batch, **extra)
     if not isinstance(outputs, (list, tuple)):
         raise RuntimeError(f'in evaluation the model must return one dict per sample, got {type(outputs).__name__}')

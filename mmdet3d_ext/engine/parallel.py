@@ -119,14 +119,15 @@ class _TrainForward(nn.Module):
     def __init__(self, module: nn.Module, device: torch.device, amp_dtype: Optional[torch.dtype]):
         super().__init__()
         self.module, self.device, self.amp_dtype = module, device, amp_dtype
-        self.extra = {'return_loss': True} if _takes(module, 'return_loss') else {}
+        self.extra = {'return_loss': True} if takes(module, 'return_loss') else {}
 
     def forward(self, batch: Dict[str, Any]) -> Dict[str, torch.Tensor]:
         with autocast(self.device, self.amp_dtype):
             return self.module(**batch, **self.extra)
 
 
-def _takes(module: nn.Module, argument: str) -> bool:
+def takes(module: nn.Module, argument: str) -> bool:
+    """Whether the module's ``forward`` has this argument by name (``return_loss`` of OpenMMLab's models)."""
     return argument in inspect.signature(module.forward).parameters
 
 
@@ -224,7 +225,7 @@ class StepModel(nn.Module):
     def forward(self, batch: Optional[Mapping[str, Any]] = None, **kwargs: Any) -> Any:
         """``model(batch)`` or ``model(**batch)`` without losses' bookkeeping; DataContainers are unpacked."""
         values = unpack_batch(dict(batch or {}, **kwargs), self.device)
-        if not self.training and _takes(self.module, 'return_loss'):
+        if not self.training and takes(self.module, 'return_loss'):
             values.setdefault('return_loss', False)
         return self.module(**values)
 

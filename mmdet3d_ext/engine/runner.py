@@ -277,8 +277,8 @@ class CustomEpochBasedRunner(EpochBasedRunner):
     def _adapt_progress(self, meta: Dict[str, Any], loader: Optional[DataLoader]) -> None:
         then = meta.get('world_size')
         if then is not None and then != self.world_size:
-            self.logger.warning('the checkpoint was written by %s ranks, now there are %d: the effective batch size '
-                                'changes with it, the epoch is kept', then, self.world_size)
+            self.logger.warning('the checkpoint was written by %s rank%s, now there are %d: the effective batch size changes with '
+                                'it, the epoch is kept', then, '' if then == 1 else 's', self.world_size)
         if loader is None:
             return
         length, batch, done = len(loader), self._samples_per_step(loader), self._begin

@@ -18,6 +18,7 @@ from .amp import plan_amp
 from .building import check_whole, running
 from .checkpoint import load_weights, read_checkpoint
 from .evaluate import TASKS, ResultCollector, build_evaluators, evaluate, table, write_metrics
+from .inference import FoldError, fold_model
 from .launch import UserError, attach_rank_log, current
 from .map_labels import check_map_labels, check_object_labels
 from .seeding import derive, seed_all
@@ -77,13 +78,17 @@ def test(cfg: Mapping[str, Any], options: Options, device: torch.device) -> Dict
         mine = run_dirs.build_meta(cfg, 0, launch.world_size)
         run_dirs.warn_about_origin(content.get('meta') or {}, mine, options.checkpoint, logger)
         del content
-    if options.fuse_conv_bn:
-        from mmcv.cnn import fuse_conv_bn
-        model = fuse_conv_bn(model)
     model.to(device)
     loader = make_loader(cfg, dataset_cfg, int(cfg.get('seed') or 0), train=False, key=f'data.{options.split}')
     check_object_labels(model, loader.dataset)
     check_map_labels(model, loader.dataset, evaluation=True)
+    if options.fuse_conv_bn and len(loader.dataset):
+        model.eval()
+        try:
+            with running(model):
+                logger.info('%s', fold_model(model, loader.collate_fn([loader.dataset[0]]), device))
+        except FoldError as error:
+            raise UserError(f'--fuse-conv-bn: {error}') from error
     evaluators = build_evaluators(cfg, loader.dataset, folder, tasks, options.format_only)
     collector = ResultCollector() if options.out and options.out.endswith(('.pkl', '.pickle')) else None
     amp_dtype = plan_amp(cfg, device, logger).dtype if options.amp else None

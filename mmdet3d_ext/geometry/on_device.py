@@ -5,7 +5,7 @@ has run. A step has dozens of such constants.
 """
 from __future__ import annotations
 
-from typing import Dict, Iterable, Tuple
+from typing import Dict, Iterable, List, Sequence, Tuple
 
 import torch
 
@@ -20,14 +20,14 @@ def constant(values: Iterable[float], like: torch.Tensor) -> torch.Tensor:
     if found is None:
         with torch.inference_mode(False):  # an inference tensor could not be saved for a later backward pass
             found = torch.tensor(key[0], dtype=like.dtype, device=like.device)
-        if type(found) is torch.Tensor and not _traced():
+        if type(found) is torch.Tensor and not traced():
             if len(_CONSTANTS) >= _MOST:
                 _CONSTANTS.clear()
             _CONSTANTS[key] = found
     return found
 
 
-def _traced() -> bool:
+def traced() -> bool:
     """Whether some mode watches or replaces tensors: what is made under it must not outlive it."""
     return bool(torch.utils._python_dispatch._get_current_dispatch_mode_stack()) or torch.compiler.is_compiling()
 
@@ -37,3 +37,11 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.device.type == 'cpu' and torch.device(device).type == 'cuda':
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
+
+
+def download(tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
+    """The tensors on the CPU, with one wait for all of them. What comes from a GPU lies in pinned memory."""
+    found = [tensor.to('cpu', non_blocking=True) for tensor in tensors]
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return found

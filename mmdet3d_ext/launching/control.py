@@ -9,7 +9,7 @@ import time
 from typing import Any, Dict, List, Optional, Tuple
 
 from . import state as files
-from .processes import ending, kill_run, newest_text, of_run, send, wait_until
+from .processes import ending, kill_run, may_signal, newest_text, of_run, send, wait_until
 from .state import ENDED, FAILED, FINISHED, LIVING, STOPPED, UNSUPERVISED, LaunchToolError, State
 
 
@@ -28,6 +28,8 @@ def stop(run_dir: str, timeout: float, now: bool = False) -> Tuple[int, str]:
     state, asked = files.read(run_dir), time.time()
     check_host(state)
     if files.supervised(run_dir):
+        if not may_signal(state.supervisor):
+            raise LaunchToolError(f'{run_dir}: the run belongs to another user; run this command as the one who started it')
         send([state.supervisor], signal.SIGQUIT if now else signal.SIGTERM)
         ended = wait_until(lambda: not files.supervised(run_dir), timeout)
         state = files.read(run_dir)
@@ -61,7 +63,10 @@ def _stop_unsupervised(state: State, asked: float, timeout: float, now: bool) ->
     state.message = f'{text}; {newest_text(run_dir)} (its supervisor had been killed before)'
     if state.history and 'ended' not in state.history[-1]:
         state.history[-1].update(ended=time.time(), text=text)
-    state.write()
+    try:
+        state.write()
+    except OSError as error:
+        return 0, f'{_describe(state)}; this could not be written down: {error.strerror}'
     return 0, _describe(state)
 
 

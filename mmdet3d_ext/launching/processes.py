@@ -47,6 +47,17 @@ def send(pids: Iterable[int], number: int) -> None:
             pass
 
 
+def may_signal(pid: int) -> bool:
+    """Whether this user may signal a process; also True if there is none."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return False
+    except ProcessLookupError:
+        pass
+    return True
+
+
 def kill_run(token: str, patience: float = 10.0) -> List[int]:
     """SIGKILL every process of a run, again until none is left; returns those that stay (waiting in the kernel)."""
     end = time.monotonic() + patience

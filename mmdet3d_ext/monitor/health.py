@@ -127,9 +127,12 @@ def map_classes(run: Run, early: bool = False) -> List[Mark]:
 
 def _unweighted(run: Run, label: str, kind: str, kinds: Mapping[str, str]) -> Optional[float]:
     """A class's logged loss divided by the weights that the configuration gave it."""
-    value = run.recent(kinds[kind]) if kind in kinds else None
-    if value is None:
-        return None
+    value, weight = run.recent(kinds[kind]) if kind in kinds else None, loss_weight(run, label, kind)
+    return None if value is None or weight <= 0 else value / weight
+
+
+def loss_weight(run: Run, label: str, kind: str) -> float:
+    """By what the configuration multiplies a map class's ``focal`` or ``dice`` loss before it is logged."""
     weight = _number(run.setting(f'model.heads.map.{kind}_weight'), 1.0) * _number(run.setting('model.loss_scale.map'), 1.0)
     weights = run.setting('model.heads.map.class_weights')
     names = run.setting('map_classes') or []
@@ -137,7 +140,7 @@ def _unweighted(run: Run, label: str, kind: str, kinds: Mapping[str, str]) -> Op
         weight *= _number(weights.get(label), 1.0)
     elif isinstance(weights, list) and label in names and len(weights) == len(names):
         weight *= _number(weights[names.index(label)], 1.0)
-    return value / weight if weight > 0 else None
+    return weight
 
 
 def _number(value: Any, default: float) -> float:

@@ -12,7 +12,7 @@ from ..config.yaml_source import dump_yaml
 from . import compare
 from .charts import Chart, Curve, svg
 from .evaluation import summary
-from .health import BAD, DICE_LARGE, DICE_SMALL, FOCAL, GOOD, GRAD_NORM, INFO, WARN, Mark, health
+from .health import BAD, DICE_LARGE, DICE_SMALL, FOCAL, GOOD, GRAD_NORM, INFO, WARN, Mark, health, loss_weight
 from .page_assets import SCRIPT, STYLE
 from .progress import Progress, duration, progress
 from .run import Run
@@ -114,12 +114,17 @@ def _charts(run: Run, other: Optional[Run]) -> Iterable[Chart]:
     if run.iterations and not run.by_iteration:
         joints = [epoch - 1 + iteration / run.iterations for epoch, iteration in run.joints]
 
-    def chart(title: str, names: Sequence[Tuple[str, str]], **more) -> Chart:
+    def series(of: Run, name: str, label: str, kind: str) -> Tuple[List[float], List[float]]:
+        places, values = of.series(name)
+        weight = loss_weight(of, label, kind) if kind else 1.0  # the limits, and another run, are only comparable without it
+        return places, [value / weight for value in values] if weight > 0 else values
+
+    def chart(title: str, names: Sequence[Tuple[str, str]], kind: str = '', **more) -> Chart:
         curves = []
         for index, (name, label) in enumerate(names):
-            curves.append(Curve(label, *run.series(name), colour=index))
+            curves.append(Curve(label, *series(run, name, label, kind), colour=index))
             if other is not None and other.step_unit == unit and other.last(name) is not None:
-                curves.append(Curve(f'{label} ({other.name})', *other.series(name), dashed=True, colour=index))
+                curves.append(Curve(f'{label} ({other.name})', *series(other, name, label, kind), dashed=True, colour=index))
         return Chart(title, curves, unit=unit, joints=joints, **more)
 
     if run.last('loss') is not None:
@@ -132,8 +137,9 @@ def _charts(run: Run, other: Optional[Run]) -> Iterable[Chart]:
             yield chart(f'{task or "other"} losses'.capitalize(), [(name, name.split('/')[-1]) for name in rest], log=True)
     for kind in dict.fromkeys(kind for kinds in table.values() for kind in kinds):
         limits = {'focal': [('focal', FOCAL)], 'dice': [('large classes', DICE_LARGE), ('small classes', DICE_SMALL)]}
-        yield chart(f'Map: {kind} loss per class', [(kinds[kind], label) for label, kinds in table.items() if kind in kinds],
-                    log=kind.endswith('focal'), limits=limits.get(kind, []))
+        before = ', before weights' if kind in limits else ''
+        yield chart(f'Map: {kind} loss per class{before}', [(kinds[kind], label) for label, kinds in table.items() if kind in kinds],
+                    kind if kind in limits else '', log=kind.endswith('focal'), limits=limits.get(kind, []))
     scores = [(name, name.split('/')[2]) for name in run.names('stats/map/') if name.endswith('/dice_score')]
     if scores:
         yield chart('Map: dice score per class (1 is perfect)', scores)

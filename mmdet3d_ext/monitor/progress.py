@@ -139,7 +139,7 @@ def _state(run: Run, age: Optional[float], due: Optional[float], now: float):
     if errors:
         cause = f'; {errors[0][0]} ends with: {errors[0][1]}'
     elif phase == 'running':
-        cause = '; its launcher still runs: a hang, or an evaluation that takes longer than before'
+        cause = '; its launcher has written no end of it (tools/launch.py status): a hang, or an evaluation that takes longer than before'
     elif run.problems:
         cause = f'; {run.problems[-1]}'
     return SILENT, f'died or hangs: the last line is {duration(age)} old, {expected}{cause}', limit

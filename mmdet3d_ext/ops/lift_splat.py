@@ -224,6 +224,7 @@ def bev_pool(
             f'({feats.shape[0]}, 4) as feats',
             f'shape {tuple(coords.shape)}',
         )
+        check(None not in (B, nz, nx, ny), 'bev_pool', 'B, nz, nx, ny', 'given beside coordinates', (B, nz, nx, ny))
         plan = prepare_bev_pool(coords, B, nz, nx, ny)
     check(
         plan.cell.shape[0] == feats.shape[0], 'bev_pool', 'coords', f'a plan for {feats.shape[0]} points', plan.cell.shape[0]
@@ -231,5 +232,6 @@ def bev_pool(
     check_same_device('bev_pool', feats=feats, coords=plan.cell)
     require(feats)
     nx, ny, nz = plan.cells
-    pooled = torch.ops.mmdet3d_ext.bev_pool(feats, *plan.tensors, plan.batch, list(plan.cells))
+    parts = plan.cell, plan.order, plan.sorted_key, plan.tile_starts  # by name: torch.compile cannot unpack a property
+    pooled = torch.ops.mmdet3d_ext.bev_pool(feats, *parts, plan.batch, list(plan.cells))
     return pooled.view(plan.batch, nz, feats.shape[1], nx, ny).transpose(1, 2)

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from mmdet3d.core.bbox import LiDARInstance3DBoxes
+from testing import REPO
 
 from mmdet3d_ext.datasets import build_dataloader, build_dataset
 from mmdet3d_ext.datasets.gt_database import create_gt_database, load_points_with_sweeps, points_in_box
@@ -131,3 +132,24 @@ def test_perfect_predictions_through_the_evaluation_loader(synthetic_root, infos
     assert np.mean(precisions) > 0.9, scores
     summary = json.loads((tmp_path / 'metrics_summary.json').read_text())
     assert summary['nd_score'] == scores['object/nds'] > 0.5
+
+
+def test_images_as_bytes_give_the_same_losses(synthetic_root, infos):
+    """``image_uint8``: from the files to the losses, with a configuration as it is shipped."""
+    from mmdet3d_ext.config import load_config
+    from mmdet3d_ext.engine.parallel import unpack_batch
+    from mmdet3d_ext.engine.train import make_loader, make_model
+    losses = {}
+    for key in ('false', 'true'):
+        cfg = load_config(str(REPO / 'configs/synthetic/multitask_tiny.yaml'), [
+            '--dataset_root', f'{synthetic_root}/', '--train_dataset.ann_file', str(infos / 'nuscenes_infos_train.pkl'),
+            '--augment2d.resize', '[[0.8, 1.0], [0.9, 0.9]]', '--image_uint8', key])
+        torch.manual_seed(0)
+        model = make_model(cfg).train()
+        batch = next(iter(make_loader(cfg, cfg.data.train, 0, train=True)))
+        assert batch['img'].data[0].dtype == (torch.uint8 if key == 'true' else torch.float32)
+        torch.manual_seed(1)
+        losses[key] = model(**unpack_batch(batch, torch.device('cpu')))
+    assert len(losses['true']) > 5
+    for name, value in losses['false'].items():
+        torch.testing.assert_close(losses['true'][name], value, rtol=1e-5, atol=1e-6)

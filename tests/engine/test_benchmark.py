@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mmdet3d_ext.config import load_config
-from mmdet3d_ext.engine import benchmark
+from mmdet3d_ext.engine import benchmark, timing
 from mmdet3d_ext.engine.launch import UserError
 from mmdet3d_ext.engine.train import make_model
 
@@ -29,7 +29,7 @@ def test_training_row_has_every_part_and_they_add_up(tiny):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     row = benchmark.training(cfg, CPU, 1, 'fp32', iterations=2, warmup=1, batches=batches, model=model)
     parts = row['parts']
-    names = set(benchmark.parts_of(model))
+    names = set(timing.parts_of(model))
     assert {'encoders.camera.backbone', 'encoders.lidar.voxelize', 'fuser', 'heads.object', 'heads.map'} <= names
     assert names | {'heads.object.loss', 'forward', 'backward', 'optimizer'} == set(parts)
     assert min(parts.values()) > 0
@@ -39,7 +39,7 @@ def test_training_row_has_every_part_and_they_add_up(tiny):
     assert row['samples_per_s'] == pytest.approx(1e3 / row['step_ms']) and row['peak_mib'] is None
     # The real step ran: weights moved, and nothing of the measurement stays in the model.
     assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in benchmark.parts_of(model).values())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in timing.parts_of(model).values())
     assert 'loss' not in vars(model.heads['object'])
 
 
@@ -51,30 +51,23 @@ def test_parts_of_a_trunk_of_its_own_and_of_decoders_per_task():
     branch = torch.nn.Module()
     branch.fuser, branch.decoder = None, trunk
     model.branches = torch.nn.ModuleDict({'map': branch})
-    assert list(benchmark.parts_of(model)) == [
+    assert list(timing.parts_of(model)) == [
         'fuser', 'decoder.object.backbone', 'decoder.object.neck', 'decoder.map.backbone', 'decoder.map.neck',
         'branches.map.decoder.backbone', 'branches.map.decoder.neck']
 
 
-def test_inference_row(tiny):
-    cfg, batches = tiny
-    row = benchmark.inference(cfg, CPU, 1, 'bf16', iterations=2, warmup=0, batches=batches)
-    assert row['mode'] == 'infer' and row['parts']['heads.object.get_bboxes'] > 0
-    assert row['latency_ms']['p90'] >= row['latency_ms']['median'] * 0.5 > 0
-
-
 def test_precisions_are_set_and_put_back():
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    with benchmark.precision('fp32', CPU) as dtype:
+    with timing.precision('fp32', CPU) as dtype:
         assert dtype is None and not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
-    with benchmark.precision('torch', CPU):
+    with timing.precision('torch', CPU):
         assert torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
-    with benchmark.precision('tf32', CPU):
+    with timing.precision('tf32', CPU):
         assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
     assert before == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
     for name, words in (('fp8', 'must be among'), ('fp16', 'needs a GPU')):
         with pytest.raises(UserError, match=words):
-            with benchmark.precision(name, CPU):
+            with timing.precision(name, CPU):
                 pass
 
 

@@ -171,8 +171,7 @@ def test_rollbacks_end_and_a_run_may_stop_at_once(tmp_path, fault_record):
                  'finite weights')
 
 
-@pytest.mark.parametrize('world', [1, 2])
-@pytest.mark.parametrize('bad, code', [(1, 0), (2, 0), (3, 4), (6, 4), (12, 4)])
+@pytest.mark.parametrize('world, bad, code', [(1, 1, 0), (2, 2, 0), (1, 3, 4), (2, 6, 4), (1, 12, 4)])
 def test_a_run_that_ends_among_non_finite_steps_says_so(tmp_path, fault_record, world, bad, code):
     """12 updates in two epochs of which the last ``bad`` are NaN, too few for the guard to act."""
     FaultyModel.strike = diverge

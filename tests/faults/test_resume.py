@@ -95,6 +95,23 @@ def test_another_number_of_ranks_keeps_the_progress_and_says_so(tmp_path, fault_
                  'ranks, batch, iterations, random numbers')
 
 
+def test_more_ranks_than_before_keep_the_progress_and_say_so(tmp_path, fault_record):
+    """An iteration of 2 ranks has the samples of two before, and a group of two accumulated ones is not split."""
+    kill = [{'type': 'FaultyKill', 'step': 10, 'priority': 'LOWEST'}]
+    assert run(tmp_path, settings(tmp_path, custom_hooks=kill)) == [-signal.SIGKILL]
+    done = int(names(tmp_path)[-1][len('epoch_0_iter_'):-len('.pth')])
+    begin = done * 2 // 4 - done * 2 // 4 % 2
+    assert run(tmp_path, settings(tmp_path), world=2, resume='auto') == [0, 0]
+    text = screen(tmp_path)
+    assert 'the checkpoint was written by 1 rank, now there are 2' in text
+    assert f'of epoch 1, {done} iterations of 2 samples were done: training goes on at iteration {begin + 1} of 6 with 4 samples each ' \
+           f'({done * 2 - begin * 4} samples come again)' in text
+    meta = content(tmp_path)['meta']
+    assert (meta['epoch'], meta['iter'], meta['world_size'], meta['iters_per_epoch']) == (2, 12, 2, 6)
+    fault_record('resumed with 2 ranks instead of 1, within an epoch', 'goes on at the group of steps that holds the first unseen '
+                 'sample; says what changes', 'the time of at most one group')
+
+
 @pytest.mark.parametrize('signal_name, world', [('SIGTERM', 1), ('SIGUSR1', 2)])
 def test_a_signal_writes_a_checkpoint_and_ends_with_its_code(tmp_path, fault_record, signal_name, world):
     hooks = [{'type': 'FaultySlow', 'seconds': 0.05, 'tell': str(tmp_path / 'running')}]

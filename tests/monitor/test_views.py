@@ -174,6 +174,16 @@ def test_the_page_is_one_file_with_everything(two_runs):
         assert words in text, words
 
 
+def test_losses_with_limits_are_drawn_before_their_weights(two_runs):
+    """The divider's class weight is 4: beside a limit for the loss without it, the logged values would look bad for ever."""
+    from mmdet3d_ext.monitor.page import _charts
+    found = {chart.title: {curve.label: curve for curve in chart.curves} for chart in _charts(*two_runs)}
+    for kind, first in (('focal', 0.06), ('dice', 0.95)):
+        curves = found[f'Map: {kind} loss per class, before weights']
+        for label in ('divider', 'divider (old)', 'walkway'):
+            assert curves[label].values[0] == pytest.approx(first, abs=0.02) and len(curves[label].values) > 40, label
+
+
 def test_differences_name_key_and_both_values(two_runs):
     found = compare.settings(*two_runs)
     assert compare.Difference('optimizer.lr', '0.0002', '0.001') in found

@@ -397,6 +397,8 @@ def test_errors():
     with pytest.raises(ValueError, match=r'bev_pool: coords must be \(500, 4\) as feats, got shape \(500, 3\)'):
         feats, coords = pool_sample()
         ops.bev_pool(feats, coords[:, :3], 1, 1, 1, 1)
+    with pytest.raises(ValueError, match=r'bev_pool: B, nz, nx, ny must be given beside coordinates, got \(2, None, None, None\)'):
+        ops.bev_pool(feats, coords, 2)
     plan = ops.prepare_lift_splat(geometry, BOUNDS)
     with pytest.raises(RuntimeError, match='the plan was made for 144 tiles, the grid has 72'):
         torch.ops.mmdet3d_ext.lift_splat(depth, context, *plan.tensors, [24, 36, 1])

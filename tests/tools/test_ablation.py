@@ -293,6 +293,17 @@ def test_a_trial_that_fails_says_so_before_the_time_is_spent(bench, capsys):
     assert 'trial of stay400/0 failed with exit code 1' in capsys.readouterr().err
 
 
+def test_one_trial_that_fails_is_left_out(bench, capsys, monkeypatch):
+    trial = bench.folder / 'work' / 'trial'
+    trial.mkdir()
+    (trial / 'no_dice').touch()
+    (trial / 'slow').write_text('0.05')
+    monkeypatch.setattr(benchmark, 'train', lambda *_: None)
+    assert bench('--seeds', '1', '--only', 'stay400', 'no_dice', '--slice', '400', '--epochs', 'fit', '--jobs', '2', '--trial', '3', '1') == 0
+    said = capsys.readouterr()
+    assert 'trial of no_dice/0 failed with exit code 1' in said.err and 'ms in 1 trainings at 400' in said.out
+
+
 def test_scores_are_those_of_the_field_and_of_any_threshold():
     metrics = {f'map/a/iou@{number / 20:.2f}': number / 100 for number in range(1, 20)}
     metrics.update({f'map/b/iou@{number / 20:.2f}': math.nan for number in range(1, 20)})

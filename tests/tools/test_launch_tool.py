@@ -1,6 +1,7 @@
 """``tools/launch.py`` and the classic scripts: checks first, environment, launchers, GPUs, mistakes."""
 import json
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 from testing import REPO
 
-from mmdet3d_ext.launching import gpus, launchers, processes, state, supervisor
+from mmdet3d_ext.launching import control, gpus, launchers, processes, state, supervisor
 from mmdet3d_ext.launching.gpus import Gpu
 
 TOOL = [sys.executable, str(REPO / 'tools' / 'launch.py')]
@@ -195,8 +196,11 @@ def test_the_driver_is_asked(tmp_path, monkeypatch):
 @pytest.mark.parametrize('words, text', [
     (['start', '-n', '2', 'c.yaml'], 'the configuration comes first'), (['start', 'c.yaml', '-n', '0'], '-n must be at least 1'),
     (['stop', 'nowhere'], 'was not started by tools/launch.py'), (['status', 'nowhere'], 'no run here'),
-    (['stop', 'a', '--frobnicate'], 'unknown words'), (['start', 'c.yaml', '--seed', 'abc', '--skip-checks'], '--seed')])
+    (['stop', 'a', '--frobnicate'], 'unknown words'), (['stop', 'a', '--timeout', 'nan'], 'must be a number of seconds >= 0'),
+    (['stop', 'a', '--timeout', '-1'], 'must be a number of seconds >= 0'), (['status', 'c.yaml'], 'no run here'),
+    (['start', 'c.yaml', '--seed', 'abc', '--skip-checks'], '--seed')])
 def test_mistakes(tmp_path, words, text):
+    (tmp_path / 'c.yaml').write_text('')
     done = run_tool(*words, cwd=tmp_path)
     assert done.returncode == 2 and text in done.stderr and 'Traceback' not in done.stderr, done
 
@@ -259,6 +263,21 @@ def test_the_lock_of_another_user_is_seen_or_told(tmp_path, monkeypatch):
     monkeypatch.setattr(os, 'open', refused)
     with pytest.raises(state.LaunchToolError, match='lock: Permission denied; run this as the user who started the run'):
         state.supervised(str(tmp_path))
+
+
+def test_another_users_run_is_not_waited_for(tmp_path, monkeypatch):
+    """Signals to it would be lost, and its end would be waited for in vain."""
+    run_dir = str(tmp_path / 'run')
+    held = state.take_lock(run_dir)
+    state.State(run_dir, 'token-of-nobody', socket.gethostname(), 1, 'python', 'test', [], {}, 3, phase=state.RUNNING, supervisor=12345).write()
+
+    def refused(pid, number):
+        raise PermissionError(1, 'Operation not permitted')
+
+    monkeypatch.setattr(os, 'kill', refused)
+    with pytest.raises(state.LaunchToolError, match='belongs to another user'):
+        control.stop(run_dir, 600.0)
+    os.close(held)
 
 
 def test_people_are_not_shown_what_start_calls(tmp_path):

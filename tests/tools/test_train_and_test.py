@@ -99,6 +99,8 @@ def test_train_then_test(tmp_path, capsys):
     assert scores['auto'] == scores['ema'] == pytest.approx(trained)  # the weights that training evaluated
     assert scores['raw']['toy/mse'] != scores['ema']['toy/mse']
     assert TEST.main([config, latest]) == 0 and (run / 'eval_latest' / 'metrics.json').exists()
+    assert TEST.main([config, latest, '--fuse-conv-bn', '--out-dir', str(tmp_path / 'folded')]) == 0  # this model has no norms
+    assert json.loads((tmp_path / 'folded' / 'metrics.json').read_text()) == pytest.approx(trained)
     assert TEST.main([config, 'none', '--out-dir', str(tmp_path / 'none')]) == 0
     untrained = json.loads((tmp_path / 'none' / 'metrics.json').read_text())
     assert untrained['toy/count'] == 5 and untrained['toy/mse'] != scores['raw']['toy/mse']

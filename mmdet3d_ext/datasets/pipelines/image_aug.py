@@ -30,9 +30,9 @@ class ImageAug3D:
 
     Draw order per image from numpy's global generator: scale, bottom crop fraction, left crop fraction, flip (only if
     ``rand_flip``), angle. Test mode draws nothing: mean scale, mean bottom crop, horizontally centred, no flip, no turn.
-    Resizing is Pillow's bicubic (the filter of the published models); the rotation takes the nearest pixel; what lies
-    outside the image is black. Images may be RGB arrays (H, W, 3) uint8, Pillow images or :class:`.images.EncodedImage`; the
-    result is a list of (H, W, 3) uint8 arrays.
+    Resizing is Pillow's bicubic (the filter of the published models), to one grey level; with ``compat='reference'`` it is Pillow
+    itself, several times slower. The rotation takes the nearest pixel; what lies outside the image is black. Images may be RGB
+    arrays (H, W, 3) uint8, Pillow images or :class:`.images.EncodedImage`; the result is a list of (H, W, 3) uint8 arrays.
 
     ``img_aug_matrix`` (N matrices, 4x4 float32) maps pixel positions (u, v, depth, 1) of the original image to the new one,
     multiplied from the left to what is already there. The image is resized to whole pixels (``int(W * scale)``), and the
@@ -93,7 +93,6 @@ class ImageAug3D:
             whole = image if isinstance(image, Image.Image) else Image.fromarray(as_rgb_array(image))
             part = np.asarray(whole.resize(draw.size, Image.BICUBIC).crop((left, top, right, bottom)))
         else:
-            # Resample only what the crop keeps: the same filter, equal to one or two grey levels.
             pixels, factor = image.at_least(draw.size) if isinstance(image, EncodedImage) else (as_rgb_array(image), 1)
             step = [old / (factor * new) for old, new in zip(_size(image), draw.size)]
             part = resample(pixels, step, inside[:2], (inside[2] - inside[0], inside[3] - inside[1]))

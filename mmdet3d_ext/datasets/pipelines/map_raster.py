@@ -52,9 +52,8 @@ def fill(edges: Edges, bev_from_world: np.ndarray, grid: BevGrid, out: Optional[
     row = np.arange(len(edge)) - np.repeat(np.cumsum(counts) - counts, counts) + row_from[edge]
     slope = (b[edge, 1] - a[edge, 1]) / (b[edge, 0] - a[edge, 0])
     column = np.clip(np.ceil(a[edge, 1] + (row - a[edge, 0]) * slope), 0, cells_y).astype(np.int64)
-    sign = np.where(b[edge, 0] > a[edge, 0], np.int16(1), np.int16(-1))
-    # 16 bits: a cell lies in fewer than 2^15 polygons of a class, and what overflows on the way there comes back.
-    winding = np.zeros((cells_x, cells_y + 1), np.int16)
+    sign = np.where(b[edge, 0] > a[edge, 0], np.int32(1), np.int32(-1))
+    winding = np.zeros((cells_x, cells_y + 1), np.int32)  # of narrower integers numpy's sum takes five times as long
     np.add.at(winding.reshape(-1), row * (cells_y + 1) + column, sign)
     np.cumsum(winding, axis=1, out=winding)
     return np.not_equal(winding[:, :cells_y], 0, out=out)

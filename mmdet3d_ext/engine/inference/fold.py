@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..norm_layers import is_sparse
-from .watching import PartOutputs, difference, exact_float32, is_view, relative_difference, tensors_in
+from .watching import PartOutputs, comparable, difference, is_view, relative_difference, tensors_in
 
 # Relative to the largest value of a tensor: of one layer's output, and of a part's output after some dozens of layers. Float32 rounding
 # gives about 1e-6 and 1e-5.
@@ -78,13 +78,13 @@ def fold_batch_norms(model: nn.Module, work: Callable[[], Any], parts: Optional[
     if model.training:
         raise ValueError('fold_batch_norms: the model is in training mode, where norms follow the batch; call eval() first')
     outputs, trace = PartOutputs({'model': model} if parts is None else parts), _Trace(model)
-    with exact_float32(), trace.hooks():
+    with comparable(), trace.hooks():
         before = outputs.run(work, trace)
     pairs, kept = trace.result()
     undo = [_fold(model, conv, norm) for conv, norm in pairs]
     worst = None
     if check:
-        with exact_float32():
+        with comparable():
             worst, place = difference(before, outputs.run(work))
         if not worst <= MODEL_TOLERANCE:
             for step in reversed(undo):

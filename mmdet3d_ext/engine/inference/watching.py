@@ -30,15 +30,18 @@ def tensors_in(value: Any) -> List[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def exact_float32() -> Iterator[None]:
-    """Within: no TF32, and convolutions by the algorithm that cuDNN takes without trying."""
-    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    before = cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+def comparable() -> Iterator[None]:
+    """Within two runs differ by what is compared only: no TF32, convolutions by the algorithm that cuDNN takes without trying, and
+    attention not by a second implementation that torch takes for some types of input."""
+    cuda, cudnn, mha = torch.backends.cuda, torch.backends.cudnn, torch.backends.mha
+    before = cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark, mha.get_fastpath_enabled()
     cuda.matmul.allow_tf32 = cudnn.allow_tf32 = cudnn.benchmark = False
+    mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
+        cuda.matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before[:3]
+        mha.set_fastpath_enabled(before[3])
 
 
 class PartOutputs:

@@ -17,6 +17,7 @@ from mmcv.utils.logging import logger_initialized
 from torch import nn
 
 from ...geometry.grid import parse_scope
+from ...geometry.on_device import download
 from ...registry import MODELS
 from ..voxel import build_voxelizer
 from .grid_check import check_same_grid, check_voxel_grid, sensor_grid
@@ -52,6 +53,12 @@ def _need(section: Mapping, key: str, name: str) -> Any:
     if key not in section:
         raise ValueError(f'{name}: the key {key!r} is missing')
     return section[key]
+
+
+def _decodes_in_two_steps(head: nn.Module) -> bool:
+    """Whether its ``get_bboxes`` is nothing but ``detections(candidates(...))``: not where a subclass has another one."""
+    definer = {name: next((cls for cls in type(head).__mro__ if name in vars(cls)), None) for name in ('candidates', 'get_bboxes')}
+    return definer['candidates'] is not None and definer['candidates'] is definer['get_bboxes']
 
 
 @contextlib.contextmanager
@@ -376,15 +383,27 @@ class BEVFusion(nn.Module):
 
     def _predictions(self, maps: Dict[str, torch.Tensor], metas: List[dict]) -> List[dict]:
         outputs: List[dict] = [{} for _ in metas]
+        queued: Dict[str, torch.Tensor] = {}
         for task, head in self.heads.items():
-            if hasattr(head, 'get_bboxes'):
-                found = head.get_bboxes(head(maps[task], metas), metas)
-                for output, (boxes, scores, labels) in zip(outputs, found, strict=True):
-                    output.update(boxes_3d=boxes.to('cpu'), scores_3d=scores.cpu(), labels_3d=labels.cpu())
+            if _decodes_in_two_steps(head):
+                queued[task] = head.candidates(head(maps[task], metas))
+            elif hasattr(head, 'get_bboxes'):
+                self._add_boxes(outputs, head.get_bboxes(head(maps[task], metas), metas))
             else:
-                for output, probabilities in zip(outputs, head(maps[task]).float().cpu(), strict=True):
+                queued[task] = head(maps[task]).float()
+        # Everything is queued before the host waits, once, for all results.
+        for task, result in zip(queued, download(list(queued.values())), strict=True):
+            if _decodes_in_two_steps(self.heads[task]):
+                self._add_boxes(outputs, self.heads[task].detections(result, metas))
+            else:
+                for output, probabilities in zip(outputs, result, strict=True):
                     output['masks_bev'] = probabilities
         return outputs
+
+    @staticmethod
+    def _add_boxes(outputs: List[dict], found: Sequence[Tuple]) -> None:
+        for output, (boxes, scores, labels) in zip(outputs, found, strict=True):
+            output.update(boxes_3d=boxes.to('cpu'), scores_3d=scores.cpu(), labels_3d=labels.cpu())
 
     # ------------------------------------------------------------------ mmcv runner
 

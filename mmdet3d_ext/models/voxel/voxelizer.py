@@ -5,7 +5,7 @@ Letters: B batch, P points, F point features (x, y, z first), V voxels, M point 
 """
 from __future__ import annotations
 
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import List, Sequence, Tuple, Union
 
 import torch
 from torch import nn
@@ -13,11 +13,11 @@ from torch import nn
 from ... import ops
 from ...geometry.grid import Axis, BevGrid
 
-Voxels = Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]
+Voxels = Tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class _Voxelizer(nn.Module):
-    """The grid and the loop over samples; subclasses voxelise one cloud."""
+    """The grid, and the checks of a batch; subclasses voxelise it."""
 
     def __init__(self, voxel_size: Sequence[float], point_cloud_range: Sequence[float], name: str):
         super().__init__()
@@ -31,8 +31,8 @@ class _Voxelizer(nn.Module):
         self.grid = BevGrid(axes[0], axes[1])
         self.grid_shape = tuple(axis.cells for axis in axes)
 
-    def one(self, points: torch.Tensor) -> Voxels:
-        """(P, F) -> features, coords (V, 3), sizes or None."""
+    def batch(self, clouds: List[torch.Tensor]) -> Voxels:
+        """What :meth:`forward` returns, from float32 clouds that were checked."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -44,21 +44,16 @@ class _Voxelizer(nn.Module):
 
         Returns:
             features ((V, M, F) slots, or (V, F) if already averaged), coords (V, 4) int32 (batch, x, y, z), and points
-            per voxel (V,) or None.
+            per voxel (V,).
         """
-        features, coords, sizes = [], [], []
         for index, points in enumerate(clouds):
             if points.dim() != 2 or points.shape[1] < 3:
                 raise ValueError(f'points of sample {index} must be (P, >= 3), got {tuple(points.shape)}')
             if points.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(f'points of sample {index} are {points.dtype}: half precision moves them by centimetres, keep '
                                  'the cloud in float32')
-            with torch.autocast(points.device.type, enabled=False):
-                f, c, n = self.one(points.float())
-            features.append(f)
-            coords.append(torch.cat([c.new_full((len(c), 1), index), c], 1).int())
-            sizes.append(n)
-        return torch.cat(features), torch.cat(coords), None if sizes[0] is None else torch.cat(sizes)
+        with torch.autocast(clouds[0].device.type, enabled=False):
+            return self.batch([points.float() for points in clouds])
 
 
 class HardVoxelizer(_Voxelizer):
@@ -85,12 +80,17 @@ class HardVoxelizer(_Voxelizer):
         self.reduce = reduce
         self.deterministic = deterministic
 
-    def one(self, points: torch.Tensor) -> Voxels:
-        slots, coords, sizes = ops.voxelize(points, self.voxel_size, self.point_cloud_range, self.max_num_points,
-                                            self.max_voxels[0 if self.training else 1], self.deterministic)
-        if self.reduce:  # empty slots are zero
-            slots = slots.sum(1) / sizes.to(slots.dtype).clamp(min=1)[:, None]
-        return slots, coords, sizes
+    def batch(self, clouds: List[torch.Tensor]) -> Voxels:
+        features, coords, counts = [], [], []
+        for index, points in enumerate(clouds):
+            slots, cells, sizes = ops.voxelize(points, self.voxel_size, self.point_cloud_range, self.max_num_points,
+                                               self.max_voxels[0 if self.training else 1], self.deterministic)
+            if self.reduce:  # empty slots are zero
+                slots = slots.sum(1) / sizes.to(slots.dtype).clamp(min=1)[:, None]
+            features.append(slots)
+            coords.append(torch.cat([cells.new_full((len(cells), 1), index), cells], 1))
+            counts.append(sizes)
+        return torch.cat(features), torch.cat(coords), torch.cat(counts)
 
 
 class DynamicVoxelizer(_Voxelizer):
@@ -106,9 +106,12 @@ class DynamicVoxelizer(_Voxelizer):
         super().__init__(voxel_size, point_cloud_range, name)
         self.reduce = reduce
 
-    def one(self, points: torch.Tensor) -> Voxels:
+    def batch(self, clouds: List[torch.Tensor]) -> Voxels:
+        """One call for the whole batch: the device is waited for once, not once per sample."""
+        points = torch.cat(clouds)
         cells = ops.dynamic_voxelize(points, self.voxel_size, self.point_cloud_range)
-        features, coords, _, counts = ops.dynamic_point_to_voxel(points, cells, self.reduce)
+        samples = torch.cat([cells.new_full((len(cloud), 1), index) for index, cloud in enumerate(clouds)])
+        features, coords, _, counts = ops.dynamic_point_to_voxel(points, torch.cat([samples, cells], 1), self.reduce)
         return features, coords, counts
 
 

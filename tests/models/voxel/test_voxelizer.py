@@ -72,6 +72,19 @@ def test_dynamic_voxels_average_every_point_of_a_cell():
     assert isinstance(build_voxelizer({'point_cloud_range': RANGE, 'voxel_size': SIZE}), DynamicVoxelizer)
 
 
+def test_dynamic_voxels_of_a_batch_are_those_of_its_samples():
+    """One call for all samples, in their order; points that lie outside in one sample shift no other."""
+    generator = torch.Generator().manual_seed(0)
+    clouds = [torch.randn(n, 5, generator=generator) * 20 for n in (300, 0, 1, 500)]
+    voxelizer = DynamicVoxelizer(RANGE, SIZE)
+    features, coords, counts = voxelizer(clouds)
+    parts = [voxelizer([points]) for points in clouds]
+    assert torch.equal(features, torch.cat([part[0] for part in parts]))
+    assert torch.equal(coords[:, 1:], torch.cat([part[1][:, 1:] for part in parts]))
+    assert coords[:, 0].tolist() == [index for index, part in enumerate(parts) for _ in part[0]]
+    assert torch.equal(counts, torch.cat([part[2] for part in parts])) and coords.dtype == torch.int32
+
+
 def test_cells_do_not_depend_on_autocast():
     points = cloud(*[[40.0 + 0.01 * i, 20 + 0.01 * i, 0, 0, 0] for i in range(300)])
     voxelizer = build_voxelizer(HARD)

@@ -76,6 +76,17 @@ class _Coder:
             mask &= scores > threshold
         return mask
 
+    @staticmethod
+    def pack(boxes: Tensor, scores: Tensor, labels: Tensor, mask: Tensor) -> Tensor:
+        """(B, P, code), (B, P) three times -> (B, P, code + 3): what a sample's detections are made from, for one copy to the host."""
+        return torch.cat([boxes, *(t[..., None].to(boxes.dtype) for t in (scores, labels, mask))], -1)
+
+    @staticmethod
+    def unpack(packed: Tensor) -> Dict[str, Tensor]:
+        """(P, code + 3) of one sample -> ``bboxes`` (K, code), ``scores`` (K,), ``labels`` (K,) of those that its mask keeps."""
+        kept = packed[packed[:, -1] > 0]
+        return dict(bboxes=kept[:, :-3], scores=kept[:, -3], labels=kept[:, -2].long())
+
 
 @BBOX_CODERS.register_module()
 class TransFusionBBoxCoder(_Coder):
@@ -130,13 +141,14 @@ class TransFusionBBoxCoder(_Coder):
         Returns:
             list[dict]: ``bboxes`` (P, 7 or 9), ``scores`` (P,), ``labels`` (P,) for each sample.
         """
+        return [self.unpack(sample) for sample in self.candidates(heatmap, rot, dim, center, height, vel, filter)]
+
+    def candidates(self, heatmap: Tensor, rot: Tensor, dim: Tensor, center: Tensor, height: Tensor, vel: Optional[Tensor] = None,
+                   filter: bool = False) -> Tensor:
+        """What :meth:`decode` gives, before anything is dropped: (B, P, code + 3) as :meth:`pack` says. The host waits for nothing."""
         boxes = self.decode_boxes(center, height, dim, rot, vel)
         scores, labels = heatmap.max(1)
-        results = []
-        mask = self.keep(boxes, scores) if filter else torch.ones_like(scores, dtype=torch.bool)
-        for i in range(len(boxes)):
-            results.append(dict(bboxes=boxes[i][mask[i]], scores=scores[i][mask[i]], labels=labels[i][mask[i]]))
-        return results
+        return self.pack(boxes, scores, labels, self.keep(boxes, scores) if filter else torch.ones_like(scores, dtype=torch.bool))
 
 
 @BBOX_CODERS.register_module()
@@ -183,7 +195,13 @@ class CenterPointBBoxCoder(_Coder):
             list[dict]: ``bboxes`` (K, 7 or 9) whose z is the regressed height, not yet the bottom (see :meth:`lower`);
             ``scores`` (K,) falling; ``labels`` (K,) within the task. Filtered as :meth:`keep` says.
         """
-        batch, _, x_cells, y_cells = heat.shape
+        return [self.unpack(sample) for sample in self.candidates(heat, rot_sine, rot_cosine, hei, dim, vel, reg)]
+
+    def candidates(self, heat: Tensor, rot_sine: Tensor, rot_cosine: Tensor, hei: Tensor, dim: Tensor, vel: Optional[Tensor],
+                   reg: Optional[Tensor] = None) -> Tensor:
+        """What :meth:`decode` gives, before anything is dropped: (B, ``max_num``, code + 3) as :meth:`pack` says. The host waits for
+        nothing."""
+        _, _, x_cells, y_cells = heat.shape
         flat = heat.flatten(1)
         scores, index = flat.topk(min(self.max_num, flat.shape[1]), dim=1)
         labels = torch.div(index, x_cells * y_cells, rounding_mode='floor')
@@ -199,8 +217,7 @@ class CenterPointBBoxCoder(_Coder):
         if vel is not None:
             parts.append(at_cells(vel))
         boxes = torch.cat(parts, -1)
-        mask = self.keep(boxes, scores)
-        return [dict(bboxes=boxes[i][mask[i]], scores=scores[i][mask[i]], labels=labels[i][mask[i]]) for i in range(batch)]
+        return self.pack(boxes, scores, labels, self.keep(boxes, scores))
 
     def lower(self, boxes: Tensor) -> Tensor:
         """Decoded boxes (K, 7+) with the regressed height as z -> a copy with bottom z."""

@@ -1,0 +1,46 @@
+"""The benchmark of predictions: a row per step, latencies of what was run, and its table and files."""
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from mmdet3d_ext.config import load_config
+from mmdet3d_ext.engine.benchmark import make_batches
+from mmdet3d_ext.engine.inference import benchmark
+
+REPO = Path(__file__).resolve().parents[3]
+TINY = str(REPO / 'configs' / 'synthetic' / 'multitask_tiny.yaml')
+CPU = torch.device('cpu')
+
+
+def test_rows(capsys):
+    cfg = load_config(TINY)
+    batches = make_batches(cfg, 1, CPU, points=1500, count=2)
+    rows = list(benchmark.inference(cfg, CPU, 1, 'bf16', iterations=2, warmup=0, batches=batches))
+    assert [row['variant'] for row in rows] == ['plain', *(name for name, _ in benchmark.STEPS)]
+    for row in rows:
+        assert row['mode'] == 'infer' and row['parts']['heads.object.candidates'] > 0
+        assert row['latency_ms']['p90'] >= row['latency_ms']['median'] == row['step_ms'] > 0
+    assert [row['geometry'] for row in rows[:3]] == [{'hits': 0, 'misses': 0}] * 2 + [{'hits': 2, 'misses': 0}]
+    assert 'batch norms folded' in rows[1]['did'] and 'stored as autocast' in rows[3]['did']
+    text = benchmark.table(rows, {'runs': [dict(rows[0], step_ms=4 * rows[0]['step_ms'])]})
+    assert text.count('\n| 1 | bf16 |') == len(rows) and '| 2 of 2 |' in text and '4.00x |' in text.split('\n')[2]
+
+
+@pytest.mark.parametrize('values, expected', [(range(1, 11), 9), (range(1, 21), 18), ([5], 5), ([1, 2], 2)])
+def test_ninetieth_percentile(values, expected):
+    assert benchmark.percentile(list(values), 0.9) == expected
+
+
+def test_tool(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location('benchmark_tool_for_inference', REPO / 'tools' / 'benchmark.py')
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    words = ['--mode', 'infer', '--batch', '1', '--plain', '--iterations', '1', '--warmup', '0', '--points', '500']
+    assert tool.main([TINY, *words, '--out', str(tmp_path)]) == 0
+    content = json.loads((tmp_path / 'benchmark.json').read_text())
+    assert [row['variant'] for row in content['runs']] == ['plain']
+    assert '| 1 | fp32 | plain |' in capsys.readouterr().out
+    assert (tmp_path / 'trace_infer_1_fp32_plain.json.gz').stat().st_size > 1000

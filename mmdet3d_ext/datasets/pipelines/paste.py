@@ -112,8 +112,12 @@ class ObjectPaste:
         if new_points.shape[1] != points.tensor.shape[1]:
             raise ValueError(f'ObjectPaste: database points have {new_points.shape[1]} columns, the scene has '
                              f'{points.tensor.shape[1]}; set points_loader.use_dim to match')
-        scene = points.tensor[torch.from_numpy(~points_in_boxes(points.tensor.numpy(), pasted))]
-        data['points'] = points.new_point(torch.cat([new_points, scene]))
+        scene = points.tensor.numpy()
+        outside = ~points_in_boxes(scene, pasted)
+        joined = np.empty((len(new_points) + int(outside.sum()), scene.shape[1]), np.float32)
+        joined[:len(new_points)] = new_points
+        np.compress(outside, scene, axis=0, out=joined[len(new_points):])
+        data['points'] = points.new_point(torch.from_numpy(joined))
         data['gt_bboxes_3d'] = boxes.new_box(torch.cat([boxes.tensor, pasted.tensor]))
         data['gt_labels_3d'] = np.concatenate([labels, np.asarray(sampled['gt_labels_3d'], dtype=np.int64)])
         return data

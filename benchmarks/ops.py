@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from mmdet3d_ext import ops  # noqa: E402
 
 MIB = 1024**2
-GROUPS = ['scatter', 'voxel', 'pool', 'lift']
+GROUPS = ['scatter', 'voxel', 'pool', 'lift', 'norm']
 LIDAR_RANGE = [-54.0, -54.0, -5.0, 54.0, 54.0, 3.0]
 
 
@@ -323,6 +323,34 @@ def lift_cases(clock, bandwidth, cuda):
     return rows
 
 
+def norm_cases(clock, bandwidth, cuda):
+    kind = torch.float16 if cuda else torch.float32
+    rows = []
+    for shape in [(1, 256, 800, 800), (2, 256, 400, 400)] if cuda else [(1, 64, 100, 100)]:
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x = torch.randn(shape, device=clock.device, dtype=kind).contiguous(memory_format=layout).requires_grad_()
+            affine = [torch.randn(shape[1], device=clock.device, requires_grad=True) for _ in range(2)]
+            variants = {
+                'ours': lambda x, a=affine: ops.group_norm_relu(x, 32, *a),
+                'torch group_norm + relu': lambda x, a=affine: peers.torch_group_norm_relu(x, 32, *a),
+            }
+            if cuda:
+                variants['torch, as autocast runs it'] = lambda x, a=affine: peers.torch_group_norm_relu(x.float(), 32, *a)
+            size = size_of(x)
+            rows += bench(
+                clock,
+                f'group norm + ReLU {str(kind)[6:]}, {" x ".join(map(str, shape))}, {str(layout)[6:]}',
+                {label: (lambda x=x, call=call: call(x)) for label, call in variants.items()},
+                [x, *affine],
+                2 * size,
+                5 * size,
+                bandwidth,
+                kept=variants,
+            )
+            del x
+    return rows
+
+
 def profile(groups, clock):
     """The kernels of each of our calls, by device time."""
     from torch.profiler import ProfilerActivity
@@ -341,8 +369,12 @@ def profile(groups, clock):
         'voxel': lambda: ops.voxelize(cloud, [0.075, 0.075, 0.2], LIDAR_RANGE, 10, 120_000),
         'lift': with_backward(lambda: ops.lift_splat(depth, context, geometry, bounds), [depth, context]),
     }
+    affine = [torch.randn(256, device='cuda', requires_grad=True) for _ in range(2)]
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(1, 256, 800, 800, device='cuda', dtype=torch.float16).contiguous(memory_format=layout).requires_grad_()
+        calls[f'norm, {str(layout)[6:]}'] = with_backward(lambda x=x: ops.group_norm_relu(x, 32, *affine), [x, *affine])
     for name, call in calls.items():
-        if name not in groups:
+        if name.split(',')[0] not in groups:
             continue
         call()
         with profiler(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as record:
@@ -404,6 +436,8 @@ def main() -> None:
         rows += pool_cases(clock, bandwidth, cuda)
     if 'lift' in args.only:
         rows += lift_cases(clock, bandwidth, cuda)
+    if 'norm' in args.only:
+        rows += norm_cases(clock, bandwidth, cuda)
     if args.out:
         write(rows, header, args.out, args.device)
     if args.profile and cuda:

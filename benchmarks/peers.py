@@ -82,6 +82,11 @@ def torch_bev_pool(feats, coords, batch, nz, nx, ny):
     return pooled.view(batch, nz, nx, ny, feats.shape[1]).permute(0, 4, 1, 2, 3).contiguous()
 
 
+def torch_group_norm_relu(x, groups, weight, bias):
+    """torch's own two operators, in the type of x."""
+    return torch.nn.functional.group_norm(x, groups, weight.to(x.dtype), bias.to(x.dtype)).relu()
+
+
 def mmcv_dynamic_scatter(feats, coords, reduce):
     """mmcv-full's dynamic_scatter; the coordinates must be of one sample."""
     from mmcv.ops.scatter_points import dynamic_scatter

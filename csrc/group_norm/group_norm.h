@@ -90,7 +90,7 @@ struct Affine {
 // As torch's ReLU: NaN stays, and lets the gradient pass.
 template <typename A>
 MMDET3D_EXT_HD bool cut(A y, bool relu) {
-  return relu && y <= 0;
+  return relu & (y <= 0);  // not &&: no branch in vector code
 }
 
 // With N values in a group, A = sum w g and M = sum w g (x - mean) over it:

@@ -148,8 +148,9 @@ Sums<A> plane_sums(const T* grad, const T* x, int64_t count, const Affine<A>& no
   for (int64_t first = 0; first < count; first += kBlock) {
     const int64_t n = std::min(kBlock, count - first);
     for (int64_t i = 0; i < n; ++i) {
+      const A from = static_cast<A>(grad[first + i]);  // read in any case: no branch in vector code
       value[i] = static_cast<A>(x[first + i]);
-      through[i] = cut(norm(value[i]), relu) ? A(0) : static_cast<A>(grad[first + i]);
+      through[i] = cut(norm(value[i]), relu) ? A(0) : from;
     }
     all.add({sum_of<A>(n, [&](int64_t i) { return through[i]; }), sum_of<A>(n, [&](int64_t i) { return through[i] * (value[i] - norm.mean); })});
   }
@@ -164,8 +165,8 @@ void row_sums(const T* grad, const T* x, int64_t cells, int64_t channels, const 
     std::fill(part.begin(), part.end(), Sums<A>{});
     for (int64_t r = first; r < std::min(cells, first + step); ++r)
       for (int64_t c = 0; c < channels; ++c) {
-        const A value = static_cast<A>(x[r * channels + c]);
-        const A through = cut(norm[c](value), relu) ? A(0) : static_cast<A>(grad[r * channels + c]);
+        const A value = static_cast<A>(x[r * channels + c]), from = static_cast<A>(grad[r * channels + c]);
+        const A through = cut(norm[c](value), relu) ? A(0) : from;
         part[c].add({through, through * (value - norm[c].mean)});
       }
     for (int64_t c = 0; c < channels; ++c) all[c].add(part[c]);
@@ -209,8 +210,8 @@ void backward(const NormShape& shape, const T* grad, const T* x, const at::Tenso
       std::fill_n(slopes.begin() + b * channels + g * width, width, slope);
     }
   const auto one = [relu](T g, T value, const Affine<A>& norm, const GroupSlope<A>& slope) {
-    const A at = static_cast<A>(value);
-    const A through = cut(norm(at), relu) ? A(0) : static_cast<A>(g);
+    const A at = static_cast<A>(value), from = static_cast<A>(g);
+    const A through = cut(norm(at), relu) ? A(0) : from;
     return static_cast<T>(norm.scale * through + (slope.slope * (at - norm.mean) + slope.shift));
   };
   if (shape.rows)

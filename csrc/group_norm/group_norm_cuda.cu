@@ -16,9 +16,9 @@
 namespace mmdet3d_ext {
 namespace {
 
-// Blocks of threads to divide a map over, whatever the GPU, so that results do not depend on which it is: eight for each of an H200's 132
-// multiprocessors. Where nothing per block is kept, more of them end more evenly.
-constexpr int64_t kSumBlocks = 1056, kMapBlocks = 4 * kSumBlocks;
+// Blocks of threads to divide a map over, whatever the GPU, so that results do not depend on which it is: 32 for each of an H200's 132
+// multiprocessors, which end evenly. Where each of them leaves sums of all channels behind, fewer.
+constexpr int64_t kBlocks = 4224, kBlocksOfRows = kBlocks / 4;
 constexpr int kMostThreads = 1024;
 
 // The vectors that a thread goes over. Contiguous maps: blockDim is (1, threads), all on one channel. Channels-last ones: (lanes, cells),
@@ -315,7 +315,7 @@ struct Launch {
     } else {
       per_chunk = shape.samples * shape.channels;
       shape.divide((count_wanted + per_chunk - 1) / per_chunk, 2048, vec);
-      const int64_t vectors = (shape.length + vec - 1) / vec;
+      const int64_t vectors = (std::min(shape.length, shape.cells) + vec - 1) / vec;
       threads = dim3(1, static_cast<unsigned int>(std::min<int64_t>(kThreads, (vectors + 31) / 32 * 32)));
     }
     TORCH_CHECK(per_chunk * shape.chunks < INT32_MAX, "mmdet3d_ext::group_norm_relu: 'x' has too many channels and samples (",
@@ -364,7 +364,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_relu_cuda(const at::Te
     with_layout<scalar_t>(whole, {from, out.const_data_ptr()}, [&](auto vec, auto rows) {
       constexpr int kVec = decltype(vec)::value;
       constexpr bool kRows = decltype(rows)::value;
-      const Launch sums(whole, kVec, kSumBlocks), map(whole, kVec, kMapBlocks);
+      const Launch sums(whole, kVec, kRows ? kBlocksOfRows : kBlocks), map(whole, kVec, kBlocks);
       const at::Tensor partial = pairs(whole.samples * sums.shape.chunks * whole.channels, mean);
       moments_kernel<scalar_t, kVec, kRows><<<sums.count, sums.threads, 0, stream>>>(from, sums.shape, as_pairs<A>(partial));
       C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -403,7 +403,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> group_norm_relu_backward_cuda(con
     with_layout<scalar_t>(whole, {from, gradient, to_x.const_data_ptr()}, [&](auto vec, auto rows) {
       constexpr int kVec = decltype(vec)::value;
       constexpr bool kRows = decltype(rows)::value;
-      const Launch sums(whole, kVec, kSumBlocks), map(whole, kVec, kMapBlocks);
+      const Launch sums(whole, kVec, kRows ? kBlocksOfRows : kBlocks), map(whole, kVec, kBlocks);
       const at::Tensor partial = pairs(whole.samples * sums.shape.chunks * whole.channels, mean);
       sums_kernel<scalar_t, kVec, kRows><<<sums.count, sums.threads, 0, stream>>>(gradient, from, sums.shape, means, rstds, weights,
                                                                                  biases, relu, as_pairs<A>(partial));

@@ -164,6 +164,32 @@ def test_only_some_parameters_trained():
     assert_same(run(ours, x), run(theirs, x))
 
 
+def test_in_deterministic_mode_and_within_data_parallel_training(tmp_path):
+    ours, theirs = pair(torch.float32, drop_path_rate=0.2)
+    x = randn(4, (2, 3, 36, 40))
+    expected = run(theirs, x)
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/group', rank=0, world_size=1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(ours)
+        outs, gradients = run(parallel, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.distributed.destroy_process_group()
+    assert_same((outs, {name.removeprefix('module.'): grad for name, grad in gradients.items()}), expected, rtol=2e-5)
+
+
+def test_in_half_precision_throughout():
+    """Parameters and images in bfloat16, without autocast; mmdet's mask is in float32 and ends that with an error."""
+    ours, theirs = pair(torch.bfloat16)
+    x = randn(4, (2, 3, 36, 40)).bfloat16()
+    (found, gradients), (truth, expected) = run(ours, x), run(theirs.float(), x.float())
+    for a, b in zip(found, truth, strict=True):
+        assert a.dtype == torch.bfloat16 and (a - b).norm() <= 0.03 * b.norm()
+    for name, a in gradients.items():
+        assert a.dtype == torch.bfloat16 and (a - expected[name]).norm() <= 0.1 * expected[name].norm(), name
+
+
 def test_state_dict_initialisation_and_checkpoints_are_mmdets(tmp_path):
     settings = {k: v for k, v in SWIN_T.items() if k != 'type'}
     torch.manual_seed(1)

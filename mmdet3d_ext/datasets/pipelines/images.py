@@ -1,6 +1,7 @@
 """Camera images from files, and the resampling of the part of them that an augmentation keeps."""
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from typing import Any, Optional, Tuple, Union
@@ -14,6 +15,8 @@ from PIL import Image
 JPEG_BEGIN, JPEG_END = b'\xff\xd8', b'\xff\xd9'
 # libjpeg-turbo can decode to a half, a quarter or an eighth of the size, which skips most of the inverse transform.
 REDUCED = {1: cv2.IMREAD_COLOR, 2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4, 8: cv2.IMREAD_REDUCED_COLOR_8}
+# What Pillow raises for files that are damaged (a wrong size in the header may look like a bomb).
+DAMAGED = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 BICUBIC_REACH = 2.0  # pixels of the coarser of the two grids
 
 
@@ -60,7 +63,7 @@ def open_image(path: str) -> Union[EncodedImage, np.ndarray]:
     try:
         with Image.open(io.BytesIO(content)) as image:
             return EncodedImage(content, path, image.size)
-    except (OSError, SyntaxError, ValueError) as error:
+    except DAMAGED as error:
         raise _damaged(content, path, error) from error
 
 
@@ -105,13 +108,15 @@ def _is_whole_jpeg(content: np.ndarray) -> bool:
 
 def _decode(content: np.ndarray, path: str, factor: int = 1) -> np.ndarray:
     if _is_whole_jpeg(content):
-        image = cv2.imdecode(content, REDUCED[factor] | cv2.IMREAD_IGNORE_ORIENTATION)
+        image = None
+        with contextlib.suppress(cv2.error):  # then Pillow says what is wrong
+            image = cv2.imdecode(content, REDUCED[factor] | cv2.IMREAD_IGNORE_ORIENTATION)
         if image is not None:
             return cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image)
     try:
         with Image.open(io.BytesIO(content)) as image:
             return np.array(image.convert('RGB'))
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow's decoders raise any of these for damaged files
+    except DAMAGED as error:
         raise _damaged(content, path, error) from error
 
 

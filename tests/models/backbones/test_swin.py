@@ -364,26 +364,28 @@ def test_recomputing_activations_changes_no_gradient_and_warns_of_nothing(cfg):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize('dtype, limit', [(None, 1e-5), (torch.float16, 0.004), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize('dtype, limit', [(None, 3e-5), (torch.float16, 0.004), (torch.bfloat16, 0.03)])
 def test_on_a_gpu_the_fused_attention_gives_the_same(dtype, limit, monkeypatch):
-    """Values and gradients against mmdet's in float64, and the attention's gradients really come in one buffer."""
+    """As close to float64 as mmdet's own layers on the GPU are; and the attention's gradients come in one buffer."""
+    monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', False)
     ours, theirs = pair(torch.float32, window_size=7, embed_dims=96, num_heads=[3, 6], lean='mlp')
     x = randn(3, (2, 3, 36, 100))
-    calls = []
-    monkeypatch.setattr(torch, 'stack', lambda *a, _stack=torch.stack, **k: calls.append(a) or _stack(*a, **k))
-    ours.cuda()
     truth = run(theirs.double(), x.double())
     context = (lambda: torch.autocast('cuda', dtype)) if dtype else nullcontext
-    outs, gradients = run(ours, x.cuda(), context=context)
-    assert not calls
+    usual = run(theirs.float().cuda(), x.cuda(), context=context)
+    copies, stack = [], torch.stack
+    monkeypatch.setattr(torch, 'stack', lambda *a, **k: copies.append(a) or stack(*a, **k))
+    found = run(ours.cuda(), x.cuda(), context=context)
+    assert not copies
 
     def off(got, expected):
         return ((got.cpu().double() - expected).norm() / expected.norm()).item()
 
-    for got, expected in zip(outs, truth[0], strict=True):
-        assert off(got, expected) <= limit
+    for a, b, expected in zip(found[0], usual[0], truth[0], strict=True):
+        assert off(a, expected) <= max(1.5 * off(b, expected), limit)
     for name, expected in truth[1].items():
-        assert off(gradients[name], expected) <= 3 * limit, name
+        a, b = off(found[1][name], expected), off(usual[1][name], expected)
+        assert a <= max(2 * b, limit), (name, a, b)
 
 
 @pytest.mark.gpu

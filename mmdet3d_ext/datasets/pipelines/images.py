@@ -1,7 +1,6 @@
 """Camera images from files, and the resampling of the part of them that an augmentation keeps."""
 from __future__ import annotations
 
-import contextlib
 import io
 import os
 from typing import Any, Optional, Tuple, Union
@@ -15,7 +14,8 @@ from PIL import Image
 JPEG_BEGIN, JPEG_END = b'\xff\xd8', b'\xff\xd9'
 # libjpeg-turbo can decode to a half, a quarter or an eighth of the size, which skips most of the inverse transform.
 REDUCED = {1: cv2.IMREAD_COLOR, 2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4, 8: cv2.IMREAD_REDUCED_COLOR_8}
-# What Pillow raises for files that are damaged (a wrong size in the header may look like a bomb).
+MOST_PIXELS = 2 ** 27  # of a JPEG file; OpenCV would ask for whatever memory a damaged header names
+# What Pillow raises for files that are damaged.
 DAMAGED = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 BICUBIC_REACH = 2.0  # pixels of the coarser of the two grids
 
@@ -30,7 +30,7 @@ def read_image(path: str) -> np.ndarray:
         FileNotFoundError: if there is no such file.
         OSError: if it cannot be decoded to the end; the message names the file and its size.
     """
-    return _decode(_content(path), path)
+    return np.asarray(open_image(path))
 
 
 class EncodedImage:
@@ -61,8 +61,11 @@ def open_image(path: str) -> Union[EncodedImage, np.ndarray]:
     if not _is_whole_jpeg(content):
         return _decode(content, path)
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            return EncodedImage(content, path, image.size)
+        with Image.open(io.BytesIO(content)) as image:  # reads the header
+            width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise ValueError(f'its header says {width} x {height} pixels')
+        return EncodedImage(content, path, (width, height))
     except DAMAGED as error:
         raise _damaged(content, path, error) from error
 
@@ -108,9 +111,7 @@ def _is_whole_jpeg(content: np.ndarray) -> bool:
 
 def _decode(content: np.ndarray, path: str, factor: int = 1) -> np.ndarray:
     if _is_whole_jpeg(content):
-        image = None
-        with contextlib.suppress(cv2.error):  # then Pillow says what is wrong
-            image = cv2.imdecode(content, REDUCED[factor] | cv2.IMREAD_IGNORE_ORIENTATION)
+        image = cv2.imdecode(content, REDUCED[factor] | cv2.IMREAD_IGNORE_ORIENTATION)
         if image is not None:
             return cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image)
     try:

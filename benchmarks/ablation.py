@@ -351,6 +351,7 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
         parser.error('--epochs fit: say with --slice how many seconds there are')
     if arguments.jobs < 1 or arguments.cores < 1 or arguments.seeds < 1 or arguments.ablation_seeds < 0:
         parser.error('--jobs, --cores and --seeds must be at least 1, --ablation-seeds at least 0')
+    arguments.work, arguments.data = (Path(path).resolve() for path in (arguments.work, arguments.data))  # trainings run in the checkout
     return arguments
 
 
@@ -363,7 +364,9 @@ def main(argv: Optional[List[str]] = None) -> int:
         return [row for row in plan(form, arguments.seeds, arguments.ablation_seeds, epochs, arguments.lr)
                 if not arguments.only or row.name in arguments.only]
 
-    set_of_rows = hashlib.sha256(''.join(fingerprint(row) for row in planned(0)).encode()).hexdigest()[:12]
+    # Not of --only: all rows are to have the same number of epochs.
+    everything = plan(form, arguments.seeds, arguments.ablation_seeds, 0, arguments.lr)
+    set_of_rows = hashlib.sha256(''.join(map(fingerprint, everything)).encode()).hexdigest()[:12]
     epochs, code = arguments.epochs, 0
     if epochs == 'fit':
         epochs = rows.fitted.get(set_of_rows)
@@ -384,7 +387,6 @@ def main(argv: Optional[List[str]] = None) -> int:
         except OutOfTime:
             code = STOPPED
         except KeyboardInterrupt:
-            print('stopped; the same command goes on', file=sys.stderr)
             code = STOPPED
         except RuntimeError as error:
             print(f'ablation: {error}', file=sys.stderr)
@@ -394,7 +396,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     missing = [row.key for row in wanted if not rows.there(row)]
     failed = [row.key for row in wanted if 'error' in (rows.current(row) or {})]
     if code == STOPPED:
-        print(f'the time is over; {len(missing)} row(s) are left: {", ".join(missing)}. The same command goes on')
+        print(f'stopped; {len(missing)} row(s) are left: {", ".join(missing)}. The same command goes on')
     command = ' '.join(['python benchmarks/ablation.py', *(f'--{name} {value}' for name, value, usual in (
         ('form', arguments.form, 'h200'), ('jobs', arguments.jobs, 1), ('seeds', arguments.seeds, 3),
         ('ablation-seeds', arguments.ablation_seeds, 1), ('epochs', epochs, 1), ('lr', arguments.lr, None)) if value != usual)])

@@ -172,6 +172,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument('--script', default='tools/train.py', help=argparse.SUPPRESS)
     parser.add_argument('--last-start', type=float, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
+    arguments.work, arguments.data = arguments.work.resolve(), arguments.data.resolve()  # trainings run in the checkout
     form = FORMS[arguments.form]
     deadline = time.monotonic() + arguments.slice if arguments.slice else math.inf
     trainings: List[Training] = []

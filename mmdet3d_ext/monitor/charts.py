@@ -11,6 +11,7 @@ from typing import List, Optional, Sequence, Tuple
 COLOURS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#8c6d1f', '#7f7f7f')
 WIDTH, HEIGHT = 460, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 12, 34
+LARGEST = 1e100
 MOST_POINTS = 500  # per curve: more would not be seen
 
 
@@ -23,6 +24,11 @@ class Curve:
     values: Sequence[float]
     dashed: bool = False
     colour: Optional[int] = None
+
+    def __post_init__(self) -> None:
+        """Values that no axis could show (of a run that has diverged, a damaged log) are gaps, like infinite ones, or 0."""
+        self.values = [value if not math.isfinite(value) or 1 / LARGEST < abs(value) < LARGEST else
+                       math.copysign(math.inf, value) if abs(value) > 1 else 0.0 for value in self.values]
 
 
 @dataclass

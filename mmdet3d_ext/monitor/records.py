@@ -11,6 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 NOT_VALUES = ('mode', 'epoch', 'iter')
 # Of the first line of mmcv's logs, which has no mode: what its, mmdet3d's and our training write there.
 DESCRIPTION = {'env_info', 'config', 'seed', 'exp_name', 'mmcv_version', 'hook_msgs', 'CLASSES', 'PALETTE', 'versions', 'world_size'}
+MOST = 10 ** 9  # epochs or iterations: no run has more
 HEAD = 32  # bytes of a file that a message shows
 
 
@@ -115,7 +116,9 @@ class JsonLog:
             return 'meta', None
         try:
             row = Row(int(data.get('epoch', 1)), int(data.get('iter', 0)), _numbers(data))
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
+            return 'broken', None
+        if not (0 <= row.epoch < MOST and 0 <= row.iter < MOST):
             return 'broken', None
         return ('train' if data['mode'] == 'train' else 'val'), row
 

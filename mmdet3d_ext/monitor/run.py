@@ -12,7 +12,7 @@ import yaml
 
 from ..config import ConfigError
 from ..config.yaml_source import Loader, load_yaml
-from .records import JsonLog, MonitorError, Row, TextLog, finite, join
+from .records import MOST, JsonLog, MonitorError, Row, TextLog, finite, join
 
 MAX_KEYS = 100_000  # of a configuration, which may be a file that somebody else wrote
 PICTURES = ('pictures', 'viz', 'visualizations', 'predictions', 'eval')  # where the tools write pictures, below the run folder
@@ -112,7 +112,8 @@ class Run:
             if not isinstance(value, Mapping) or part not in value:
                 return default
             value = value[part]
-        return default if value is None else value
+        huge = isinstance(value, int) and abs(value) > MOST  # no setting is, and arithmetic with it would fail
+        return default if value is None or huge else value
 
     def _cached_config(self) -> Dict[str, Any]:
         key = tuple(path for path, log in self.logs.items() if log.meta)
@@ -123,7 +124,7 @@ class Run:
     @property
     def ranks(self) -> Optional[int]:
         value = self.meta.get('world_size')
-        return value if isinstance(value, int) and value > 0 else None
+        return value if isinstance(value, int) and 0 < value < MOST else None
 
     # ---- size and place -----------------------------------------------------------------------------------------------
     def _measure(self) -> None:
@@ -144,7 +145,7 @@ class Run:
         """Epochs of the whole schedule, from the configuration."""
         for key in ('max_epochs', 'runner.max_epochs', 'total_epochs'):
             value = self.setting(key)
-            if isinstance(value, int) and value > 0:
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
         return None
 

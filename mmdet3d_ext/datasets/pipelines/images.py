@@ -14,6 +14,9 @@ from PIL import Image
 JPEG_BEGIN, JPEG_END = b'\xff\xd8', b'\xff\xd9'
 # libjpeg-turbo can decode to a half, a quarter or an eighth of the size, which skips most of the inverse transform.
 REDUCED = {1: cv2.IMREAD_COLOR, 2: cv2.IMREAD_REDUCED_COLOR_2, 4: cv2.IMREAD_REDUCED_COLOR_4, 8: cv2.IMREAD_REDUCED_COLOR_8}
+MOST_PIXELS = 2 ** 27  # of a JPEG file; OpenCV would ask for whatever memory a damaged header names
+# What Pillow raises for files that are damaged.
+DAMAGED = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 BICUBIC_REACH = 2.0  # pixels of the coarser of the two grids
 
 
@@ -27,7 +30,7 @@ def read_image(path: str) -> np.ndarray:
         FileNotFoundError: if there is no such file.
         OSError: if it cannot be decoded to the end; the message names the file and its size.
     """
-    return _decode(_content(path), path)
+    return np.asarray(open_image(path))
 
 
 class EncodedImage:
@@ -58,9 +61,12 @@ def open_image(path: str) -> Union[EncodedImage, np.ndarray]:
     if not _is_whole_jpeg(content):
         return _decode(content, path)
     try:
-        with Image.open(io.BytesIO(content)) as image:
-            return EncodedImage(content, path, image.size)
-    except (OSError, SyntaxError, ValueError) as error:
+        with Image.open(io.BytesIO(content)) as image:  # reads the header
+            width, height = image.size
+        if width * height > MOST_PIXELS:
+            raise ValueError(f'its header says {width} x {height} pixels')
+        return EncodedImage(content, path, (width, height))
+    except DAMAGED as error:
         raise _damaged(content, path, error) from error
 
 
@@ -111,7 +117,7 @@ def _decode(content: np.ndarray, path: str, factor: int = 1) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(content)) as image:
             return np.array(image.convert('RGB'))
-    except (OSError, SyntaxError, ValueError) as error:  # Pillow's decoders raise any of these for damaged files
+    except DAMAGED as error:
         raise _damaged(content, path, error) from error
 
 

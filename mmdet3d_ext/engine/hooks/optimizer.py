@@ -210,7 +210,8 @@ class GuardedOptimizerHook(Hook):
 
     def after_run(self, runner: Any) -> None:
         """A run must not end among non-finite steps as if all were well, however few they were: an alarm, and from
-        ``ENDS_BADLY`` in a row on (or if no step was finite) a ``verdict``."""
+        ``ENDS_BADLY`` in a row on (or if no step was finite) a ``verdict``. Only the process that trained so gives one: to resume
+        the run when nothing is left to train accepts it as it is."""
         row, most = self.consecutive, self.guard.max_consecutive
         idle = not self._finite and self._epoch['updates'] > 0
         if not row and (not idle or runner.stopped is not None):
@@ -226,7 +227,7 @@ class GuardedOptimizerHook(Hook):
             text = (f'the run ends with {row} non-finite step{"s" * (row > 1)} in a row, too few for the guard to act '
                     f'(guard.max_consecutive is {most}); the weights are those of the last finite step')
         runner.logger.error('ALARM: %s', text)
-        if runner.stopped is None and row >= (1 if idle else min(ENDS_BADLY, most)):
+        if runner.stopped is None and self._epoch['updates'] and row >= (1 if idle else min(ENDS_BADLY, most)):
             self.verdict = f'{text}. Lower the learning rate, or look at the samples named above'
 
     # ---- state -------------------------------------------------------------------------------------------------------

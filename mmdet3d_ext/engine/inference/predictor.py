@@ -25,7 +25,7 @@ RIGS = 4  # cameras' sets of matrices that are kept unless told otherwise
 
 
 class Predictor:
-    """Calls a model on batches as a loader gives them, or on unpacked ones.
+    """Calls a model on batches as a loader gives them, or on unpacked ones; labels stay where they are.
 
     Args:
         model: is moved to ``device`` and put in evaluation mode.
@@ -33,13 +33,16 @@ class Predictor:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: Optional[torch.dtype] = None):
-        self.model = model.to(device).eval()
+        self.model = model.to(device)
+        self.model.eval()  # of mmdet's backbones it returns nothing
         self.device, self.dtype = device, dtype
+        self._transforms = [module for module in self.model.modules() if isinstance(module, BaseTransform)]
+        self._extra = _extra(model)
 
     def __call__(self, batch: Mapping[str, Any]) -> List[Dict[str, Any]]:
         """The model's predictions, on the CPU. ``batch``: what the loader gives, or ``model(**batch)`` takes."""
         rig = self._rig(batch)
-        values = _arguments(self.model, batch, self.device)
+        values = dict(_inputs(batch, self.device), **self._extra)
         if rig is not None:
             values['rig'] = rig
         with torch.no_grad(), autocast(self.device, self.dtype):
@@ -72,7 +75,7 @@ class Predictor:
 
     def keep_geometry(self, rigs: int = RIGS) -> None:
         """See :meth:`BaseTransform.cache_rigs`. The matrices are compared as the loader gives them, on the host."""
-        for module in self._transforms():
+        for module in self._transforms:
             module.cache_rigs(rigs)
 
     def store_weights(self, batch: Mapping[str, Any]) -> StoreReport:
@@ -87,15 +90,12 @@ class Predictor:
 
     def geometry_hits(self) -> Dict[str, int]:
         """``hits`` and ``misses`` of the kept geometry since it is kept."""
-        caches = [module.rigs for module in self._transforms() if module.rigs is not None]
+        caches = [module.rigs for module in self._transforms if module.rigs is not None]
         return {'hits': sum(c.hits for c in caches), 'misses': sum(c.misses for c in caches)}
-
-    def _transforms(self) -> List[BaseTransform]:
-        return [module for module in self.model.modules() if isinstance(module, BaseTransform)]
 
     def _rig(self, batch: Mapping[str, Any]) -> Any:
         """The rig's key from matrices that are on the host anyway; None leaves it to the model."""
-        if not any(module.rigs is not None for module in self._transforms()) or batch.get('rig') is not None:
+        if not any(module.rigs is not None for module in self._transforms) or batch.get('rig') is not None:
             return batch.get('rig')
         given = {name: batch.get(name) for name in RIG_MATRICES}
         for value in given.values():
@@ -108,12 +108,17 @@ class Predictor:
 
 def fold_model(model: nn.Module, batch: Mapping[str, Any], device: torch.device) -> FoldReport:
     """:func:`~.fold.fold_batch_norms` of a whole detector, checked part by part on one batch."""
-    values = _arguments(model, batch, device)
+    values = dict(_inputs(batch, device), **_extra(model))
     return fold_batch_norms(model, lambda: model(**values), _parts(model))
 
 
-def _arguments(model: nn.Module, batch: Mapping[str, Any], device: torch.device) -> Dict[str, Any]:
-    return dict(unpack_batch(batch, device), **({'return_loss': False} if takes(model, 'return_loss') else {}))
+def _inputs(batch: Mapping[str, Any], device: torch.device) -> Dict[str, Any]:
+    """The batch without labels, on the device."""
+    return unpack_batch({key: value for key, value in batch.items() if not key.startswith('gt_') and key != 'depths'}, device)
+
+
+def _extra(model: nn.Module) -> Dict[str, Any]:
+    return {'return_loss': False} if takes(model, 'return_loss') else {}
 
 
 def _parts(model: nn.Module) -> Optional[Dict[str, nn.Module]]:

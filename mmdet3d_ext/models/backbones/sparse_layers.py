@@ -32,7 +32,7 @@ def kernel_to_memory(kernel: torch.Tensor, shape: Sequence[int]) -> torch.Tensor
 
 
 class _Layer:
-    """Mixin: the state dict holds ``weight`` in the checkpoint layout, and a bias works on the CPU in evaluation, too."""
+    """Mixin: the state dict holds ``weight`` in the checkpoint layout, and CPU tensors are fine with every build of spconv."""
 
     # nn.Module's own methods are called: mmdet3d replaces those of spconv's base class by ones that permute as well.
 
@@ -48,15 +48,22 @@ class _Layer:
         nn.Module._load_from_state_dict(self, state_dict, prefix, *args)
 
     def _conv_forward(self, training, input, weight, bias, *args, **kwargs):
-        if bias is None or input.features.is_cuda:
+        if input.features.is_cuda:
             return super()._conv_forward(training, input, weight, bias, *args, **kwargs)
-        out = super()._conv_forward(training, input, weight, None, *args, **kwargs)  # spconv's CPU kernel refuses a bias
-        return out.replace_feature(out.features + bias)
+        # spconv's CUDA build chooses an algorithm that its CPU code does not have, and that code refuses a bias.
+        chosen, self.algo = self.algo, sparse().native
+        try:
+            out = super()._conv_forward(training, input, weight, None, *args, **kwargs)
+        finally:
+            self.algo = chosen
+        return out if bias is None else out.replace_feature(out.features + bias)
 
 
 @functools.lru_cache(maxsize=None)
 def sparse() -> types.SimpleNamespace:
-    """spconv's ``constants`` and ``Tensor`` type and our layer classes (``Sequential``, ``SubMConv3d``, ``SparseConv3d``, ``Block``).
+    """What is used of spconv: ``constants``, the ``native`` algorithm, its ``Tensor`` and our layers on it.
+
+    Layers: ``Sequential``, ``SubMConv3d``, ``SparseConv3d``, ``Block``.
 
     Raises:
         ImportError: if spconv 2 is not installed; the message says what to install.
@@ -91,8 +98,9 @@ def sparse() -> types.SimpleNamespace:
             out = self.conv2(out)
             return out.replace_feature(self.relu(self.bn2(out.features) + x.features))
 
-    return types.SimpleNamespace(constants=constants, Tensor=spconv.SparseConvTensor, Sequential=spconv.SparseSequential,
-                                 SubMConv3d=SubMConv3d, SparseConv3d=SparseConv3d, Block=Block)
+    return types.SimpleNamespace(
+        constants=constants, native=spconv.ConvAlgo.Native, Tensor=spconv.SparseConvTensor, Sequential=spconv.SparseSequential,
+        SubMConv3d=SubMConv3d, SparseConv3d=SparseConv3d, Block=Block)
 
 
 def conv_unit(kind: str, in_channels: int, out_channels: int, kernel: Union[int, Sequence[int]], norm_cfg: dict,

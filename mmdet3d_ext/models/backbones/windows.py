@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Optional, Tuple
+from typing import Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -180,6 +180,7 @@ def attend(qkv: torch.Tensor, bias: torch.Tensor, grid: Windows, heads: int, sca
     """
     q, k, v = _heads(qkv, grid, heads)
     if fused(qkv, q.shape[-1]):
+        # By name and not through scaled_dot_product_attention: its choice of a kernel changes with torch's versions.
         out, *kept = aten._scaled_dot_product_efficient_attention(q, k, v, bias.expand(len(q), -1, -1, -1), True, scale=scale)
     else:
         out, kept = _weights(q, k, bias, scale).to(v.dtype) @ v, ()
@@ -203,30 +204,37 @@ def attend_backward(grad: torch.Tensor, qkv: torch.Tensor, bias: torch.Tensor, o
         Rows (B*p*3*n, C), and (heads, p, p) in float32 or better, summed over images and windows.
     """
     q, k, v = _heads(qkv, grid, heads)
-
-    def split(rows: torch.Tensor) -> torch.Tensor:
-        return rows.view(grid.images, grid.area, grid.count * heads, -1).transpose(1, 2)
-
-    if kept:
+    out, grad = (rows.view(grid.images, grid.area, grid.count * heads, -1).transpose(1, 2) for rows in (out, grad))
+    if kept and qkv.is_cuda:
+        parts, d_bias = _fused_backward(grad, q, k, v, bias, out, kept, scale, with_bias)
+    elif kept:  # fake tensors of a memory plan, which torch 2.7's fake kernel of the other operator does not take
         *parts, d_bias = aten._scaled_dot_product_efficient_attention_backward(
-            split(grad), q, k, v, bias.expand(len(q), -1, -1, -1), split(out), *kept, 0.0, [True, True, True, with_bias], scale=scale)
+            grad, q, k, v, bias.expand(len(q), -1, -1, -1), out, *kept, 0.0, [True, True, True, with_bias], scale=scale)
     else:
-        weights, d_out = _weights(q, k, bias, scale), split(grad)
-        d_weights = (d_out @ v.transpose(-2, -1)).to(weights.dtype)
+        weights = _weights(q, k, bias, scale)
+        d_weights = (grad @ v.transpose(-2, -1)).to(weights.dtype)
         d_bias = weights * (d_weights - (d_weights * weights).sum(-1, keepdim=True))
         d_logits = d_bias.to(q.dtype)
-        parts = [(d_logits @ k) * scale, (d_logits.transpose(-2, -1) @ q) * scale, weights.to(q.dtype).transpose(-2, -1) @ d_out]
+        parts = [(d_logits @ k) * scale, (d_logits.transpose(-2, -1) @ q) * scale, weights.to(q.dtype).transpose(-2, -1) @ grad]
     if with_bias:
         work = torch.promote_types(d_bias.dtype, torch.float32)
         d_bias = d_bias.unflatten(1, (grid.count, heads)).sum((0, 1), dtype=work)
     return _one_buffer(parts, qkv), d_bias if with_bias else None
 
 
-def _one_buffer(parts, like: torch.Tensor) -> torch.Tensor:
-    """The gradients of q, k, v (B, n * heads, p, C / heads) as rows (B*p*3*n, C).
+def _fused_backward(grad, q, k, v, bias, out, kept, scale, with_bias):
+    """As ``_scaled_dot_product_efficient_attention_backward``, with the gradients of q, k and v as views of one buffer."""
+    grad, q, k, v, out = (t.transpose(1, 2) for t in (grad, q, k, v, out))  # (B, p, n * heads, c), the kernel's own order
+    lse, seed, offset = kept
+    no_mask = 0
+    *parts, d_bias = aten._efficient_attention_backward(
+        grad, q, k, v, bias.expand(len(q), -1, -1, -1), out, None, None, q.shape[1], q.shape[1], lse, 0.0, seed, offset, no_mask,
+        with_bias, scale=scale, shared_storage_dqdkdv=True)
+    return [part.transpose(1, 2) for part in parts], d_bias
 
-    The fused kernel writes them into one buffer of just this layout when q, k and v are views of one, and returns views of it.
-    """
+
+def _one_buffer(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """The gradients of q, k, v (B, n * heads, p, C / heads) as rows (B*p*3*n, C); no copy where they are views of just this."""
     first = parts[0].transpose(1, 2)  # (B, p, n * heads, c)
     step = first.shape[2] * first.shape[3]
     apart = [part.storage_offset() - parts[0].storage_offset() for part in parts]

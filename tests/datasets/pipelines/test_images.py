@@ -65,6 +65,11 @@ def test_damaged_files_are_errors_with_reduced_decoding_too(tmp_path):
         (tmp_path / name).write_bytes(damaged)
         with pytest.raises(OSError, match=rf'{name}.*\({len(damaged)} bytes\) cannot be decoded'):
             step(dict(image_paths=[str(tmp_path / name)]))
+    at = content.index(b'\xff\xc0') + 5  # height and width in the header
+    (tmp_path / 'huge.jpg').write_bytes(content[:at] + b'\xff\xf0\xff\xf0' + content[at + 4:])
+    for reduced in (False, True):
+        with pytest.raises(OSError, match=r'huge.jpg.*cannot be decoded'):
+            PIPELINES.build(dict(LOAD, reduced=reduced))(dict(image_paths=[str(tmp_path / 'huge.jpg')]))
     with pytest.raises(FileNotFoundError, match='absent.jpg'):
         step(dict(image_paths=[str(tmp_path / 'absent.jpg')]))
 

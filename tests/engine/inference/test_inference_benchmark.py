@@ -6,19 +6,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmdet3d_ext.config import load_config
-from mmdet3d_ext.engine.benchmark import make_batches
 from mmdet3d_ext.engine.inference import benchmark
 
 REPO = Path(__file__).resolve().parents[3]
 TINY = str(REPO / 'configs' / 'synthetic' / 'multitask_tiny.yaml')
 CPU = torch.device('cpu')
+spec = importlib.util.spec_from_file_location('small_detectors', Path(__file__).with_name('test_predictor.py'))
+small = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(small)
 
 
-def test_rows(capsys):
-    cfg = load_config(TINY)
-    batches = make_batches(cfg, 1, CPU, points=1500, count=2)
-    rows = list(benchmark.inference(cfg, CPU, 1, 'bf16', iterations=2, warmup=0, batches=batches))
+def test_rows():
+    batches = [small.frame('camera', seed=seed) for seed in range(2)]
+    model = small.detector('camera')
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    rows = list(benchmark.inference({}, CPU, 2, 'bf16', iterations=2, warmup=0, batches=batches, model=model))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert [row['variant'] for row in rows] == ['plain', *(name for name, _ in benchmark.STEPS)]
     for row in rows:
         assert row['mode'] == 'infer' and row['parts']['heads.object.candidates'] > 0
@@ -26,7 +29,7 @@ def test_rows(capsys):
     assert [row['geometry'] for row in rows[:3]] == [{'hits': 0, 'misses': 0}] * 2 + [{'hits': 2, 'misses': 0}]
     assert 'batch norms folded' in rows[1]['did'] and 'stored as autocast' in rows[3]['did']
     text = benchmark.table(rows, {'runs': [dict(rows[0], step_ms=4 * rows[0]['step_ms'])]})
-    assert text.count('\n| 1 | bf16 |') == len(rows) and '| 2 of 2 |' in text and '4.00x |' in text.split('\n')[2]
+    assert text.count('\n| 2 | bf16 |') == len(rows) and '| 2 of 2 |' in text and '4.00x |' in text.split('\n')[2]
 
 
 @pytest.mark.parametrize('values, expected', [(range(1, 11), 9), (range(1, 21), 18), ([5], 5), ([1, 2], 2)])

@@ -164,6 +164,32 @@ def test_only_some_parameters_trained():
     assert_same(run(ours, x), run(theirs, x))
 
 
+def test_in_deterministic_mode_and_within_data_parallel_training(tmp_path):
+    ours, theirs = pair(torch.float32, drop_path_rate=0.2)
+    x = randn(4, (2, 3, 36, 40))
+    expected = run(theirs, x)
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/group', rank=0, world_size=1)
+    torch.use_deterministic_algorithms(True)
+    try:
+        parallel = torch.nn.parallel.DistributedDataParallel(ours)
+        outs, gradients = run(parallel, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.distributed.destroy_process_group()
+    assert_same((outs, {name.removeprefix('module.'): grad for name, grad in gradients.items()}), expected, rtol=2e-5)
+
+
+def test_in_half_precision_throughout():
+    """Parameters and images in bfloat16, without autocast; mmdet's mask is in float32 and ends that with an error."""
+    ours, theirs = pair(torch.bfloat16)
+    x = randn(4, (2, 3, 36, 40)).bfloat16()
+    (found, gradients), (truth, expected) = run(ours, x), run(theirs.float(), x.float())
+    for a, b in zip(found, truth, strict=True):
+        assert a.dtype == torch.bfloat16 and (a - b).norm() <= 0.03 * b.norm()
+    for name, a in gradients.items():
+        assert a.dtype == torch.bfloat16 and (a - expected[name]).norm() <= 0.1 * expected[name].norm(), name
+
+
 def test_state_dict_initialisation_and_checkpoints_are_mmdets(tmp_path):
     settings = {k: v for k, v in SWIN_T.items() if k != 'type'}
     torch.manual_seed(1)
@@ -338,26 +364,28 @@ def test_recomputing_activations_changes_no_gradient_and_warns_of_nothing(cfg):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize('dtype, limit', [(None, 1e-5), (torch.float16, 0.004), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize('dtype, limit', [(None, 3e-5), (torch.float16, 0.004), (torch.bfloat16, 0.03)])
 def test_on_a_gpu_the_fused_attention_gives_the_same(dtype, limit, monkeypatch):
-    """Values and gradients against mmdet's in float64, and the attention's gradients really come in one buffer."""
+    """As close to float64 as mmdet's own layers on the GPU are; and the attention's gradients come in one buffer."""
+    monkeypatch.setattr(torch.backends.cudnn, 'allow_tf32', False)
     ours, theirs = pair(torch.float32, window_size=7, embed_dims=96, num_heads=[3, 6], lean='mlp')
     x = randn(3, (2, 3, 36, 100))
-    calls = []
-    monkeypatch.setattr(torch, 'stack', lambda *a, _stack=torch.stack, **k: calls.append(a) or _stack(*a, **k))
-    ours.cuda()
     truth = run(theirs.double(), x.double())
     context = (lambda: torch.autocast('cuda', dtype)) if dtype else nullcontext
-    outs, gradients = run(ours, x.cuda(), context=context)
-    assert not calls
+    usual = run(theirs.float().cuda(), x.cuda(), context=context)
+    copies, stack = [], torch.stack
+    monkeypatch.setattr(torch, 'stack', lambda *a, **k: copies.append(a) or stack(*a, **k))
+    found = run(ours.cuda(), x.cuda(), context=context)
+    assert not copies
 
     def off(got, expected):
         return ((got.cpu().double() - expected).norm() / expected.norm()).item()
 
-    for got, expected in zip(outs, truth[0], strict=True):
-        assert off(got, expected) <= limit
+    for a, b, expected in zip(found[0], usual[0], truth[0], strict=True):
+        assert off(a, expected) <= max(1.5 * off(b, expected), limit)
     for name, expected in truth[1].items():
-        assert off(gradients[name], expected) <= 3 * limit, name
+        a, b = off(found[1][name], expected), off(usual[1][name], expected)
+        assert a <= max(2 * b, limit), (name, a, b)
 
 
 @pytest.mark.gpu

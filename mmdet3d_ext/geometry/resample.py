@@ -68,13 +68,13 @@ def apply_weights(x: torch.Tensor, weight_x: torch.Tensor, weight_y: torch.Tenso
     Both products read and write their operands as they lie in memory.
     """
     batch, channels, *cells = x.shape
-    weight_x, weight_y = weight_x.to(x.dtype), weight_y.to(x.dtype)
+    to = weight_x.shape[0], weight_y.shape[0]
     if not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last):
-        rows = _from_left(weight_x, x.permute(0, 2, 3, 1).reshape(batch, cells[0], -1))          # (B, X_out, Y_in * C)
-        out = _from_left(weight_y, rows.view(-1, cells[1], channels))                            # (B * X_out, Y_out, C)
-        return out.view(batch, -1, *out.shape[1:]).permute(0, 3, 1, 2)
+        rows = _from_left(weight_x, x.permute(0, 2, 3, 1).reshape(batch, cells[0], cells[1] * channels))  # (B, X_out, Y_in * C)
+        out = _from_left(weight_y, rows.view(batch * to[0], cells[1], channels))                 # (B * X_out, Y_out, C)
+        return out.view(batch, *to, channels).permute(0, 3, 1, 2)
     rows = _from_left(weight_x, x.reshape(batch * channels, *cells))                             # (B * C, X_out, Y_in)
-    return F.linear(rows, weight_y.to(rows.dtype)).view(batch, channels, weight_x.shape[0], -1)
+    return F.linear(rows, weight_y.to(rows.dtype)).view(batch, channels, *to)
 
 
 def _from_left(weight: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:

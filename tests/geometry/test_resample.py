@@ -91,3 +91,5 @@ def test_the_order_in_memory_stays(batch, channels):
         torch.testing.assert_close(torch.autograd.grad(out.square().sum(), given)[0], want_grad)
     assert apply_weights(last, *weights).is_contiguous(memory_format=torch.channels_last)
     assert apply_weights(x, *weights).is_contiguous()
+    for none in (x[:0], last[:0]):
+        assert apply_weights(none, *weights).shape == (0, channels, 9, 8)

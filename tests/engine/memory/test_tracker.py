@@ -121,3 +121,17 @@ def test_an_error_inside_a_part_leaves_no_part_behind(tracker):
             broken(torch.zeros(1))
         assert tracker.part() == ''
     assert not broken._forward_hooks and not broken._forward_pre_hooks
+
+
+def test_layers_within_layers_of_a_sequence_count_as_it():
+    """A head calls its blocks' convolutions and norms one by one."""
+    blocks = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    tracker = StorageTracker()
+    x = torch.zeros(2, 4)
+    with tracker, tracker.labels({'blocks': blocks}):
+        for tensor in (x, *blocks.parameters()):
+            tracker.track(tensor)
+        tracker.phase = 'activations'
+        out = blocks[1][0](blocks[0][0](x))
+        assert tracker.sums['activations', 'blocks'] == 2 * rounded(2 * 8 * 4)  # the result, and the first one for the backward pass
+    assert out.shape == (2, 8)

@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument('--compression', nargs='*', default=['bf16'], metavar='T', help='types to send gradients in (default bf16)')
     result.add_argument('--points', type=int, metavar='P', help='points per cloud (default: of ten real sweeps)')
     result.add_argument('--device', choices=('cuda', 'cpu'), default='cuda', help='cpu: processes over gloo, to try the machinery')
-    result.add_argument('--timeout', type=float, default=150.0, metavar='S', help='seconds for each job (default 150)')
+    result.add_argument('--timeout', type=float, default=240.0, metavar='S', help='seconds for each job (default 240)')
     result.add_argument('--out', metavar='D', help='folder for scaling.md and scaling.json')
     return result
 
@@ -115,7 +115,8 @@ def run_job(ranks: int, launcher: str, words: Sequence[str], env: Dict[str, str]
 def jobs_of(ranks: Sequence[int], path: str) -> List[Any]:
     """(ranks, launcher) of each job, torchpack's last; ``path``: where programs are looked for."""
     plain = [(n, 'python' if n == 1 else 'torchrun') for n in ranks]
-    return plain + [(max(ranks), 'torchpack')] if max(ranks) > 1 and shutil.which('mpirun', path=path) else plain
+    there = all(shutil.which(program, path=path) for program in ('mpirun', 'torchpack'))
+    return plain + [(max(ranks), 'torchpack')] if max(ranks) > 1 and there else plain
 
 
 # ---- the report --------------------------------------------------------------------------------------------------------------
@@ -224,8 +225,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     content = dict(command=shlex.join(['python', 'benchmarks/scaling.py', *words]), date=str(datetime.date.today()), config=arguments.config,
                    batch=arguments.batch, jobs=jobs)
     if max(ranks) > 1 and all(launcher != 'torchpack' for _, launcher in todo):
-        content['without_torchpack'] = ('`torchpack dist-run` was not measured: there is no mpirun here. Its processes run the same code as '
-                                        'torchrun\'s, from `engine/launch.py` on.')
+        content['without_torchpack'] = ('`torchpack dist-run` was not measured: there is no mpirun here, or no torchpack. Its processes run '
+                                        'the same code as torchrun\'s, from `engine/launch.py` on.')
     text = report(content)
     print(text)
     if arguments.out:

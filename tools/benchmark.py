@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument('--iterations', type=int, default=20, help='timed steps (default 20)')
     result.add_argument('--warmup', type=int, default=8, help='steps before (default 8)')
     result.add_argument('--plain', action='store_true', help='infer: the model as it is only, nothing folded or kept')
+    result.add_argument('--graphs', action='store_true', help='infer: one more row, with parts of a fixed shape as CUDA graphs')
     result.add_argument('--out', metavar='D', help='folder for benchmark.json, benchmark.md and the traces')
     result.add_argument('--baseline', metavar='F', help='benchmark.json of an earlier run: print ratios')
     cli.add_common(result)
@@ -84,7 +85,8 @@ def main(argv: Optional[List[str]] = None) -> int:
                 settings = dict(iterations=arguments.iterations, warmup=arguments.warmup, batches=inputs,
                                 trace=str(out / f'trace_{arguments.mode}_{samples}_{name}.json.gz') if out else None)
                 if arguments.mode == 'infer':
-                    for row in inference.inference(cfg, device, samples, name, plain_only=arguments.plain, **settings):
+                    for row in inference.inference(cfg, device, samples, name, plain_only=arguments.plain,
+                                                   graphs=arguments.graphs, **settings):
                         print(f'    {row["variant"]}: {row["step_ms"]:.1f} ms', file=sys.stderr, flush=True)
                         rows.append(row)
                 else:

@@ -205,7 +205,8 @@ def collectives(run: Callable[[], None]) -> Dict[str, int]:
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         run()
     # The raw events: to sort all of them into a tree takes ten times as long as the step.
-    names = [event.name() for event in recorded.profiler.kineto_results.events()]
+    raw = getattr(recorded.profiler, 'kineto_results', None)
+    names = [event.name() for event in raw.events()] if raw is not None else [event.name for event in recorded.events()]
     calls = collections.Counter(name[len('c10d::'):].rstrip('_') for name in names if name.startswith('c10d::'))
     return dict(calls)
 

@@ -81,6 +81,8 @@ def test_ranks_and_commands(tmp_path):
     assert [scaling.default_ranks(n) for n in (1, 2, 3, 6, 8)] == [[1], [1, 2], [1, 2, 3], [1, 2, 4, 6], [1, 2, 4, 8]]
     assert scaling.jobs_of([1, 2], str(tmp_path)) == [(1, 'python'), (2, 'torchrun')]
     (tmp_path / 'mpirun').touch(0o755)
+    assert len(scaling.jobs_of([1, 2], str(tmp_path))) == 2
+    (tmp_path / 'torchpack').touch(0o755)
     assert scaling.jobs_of([1, 2, 4], str(tmp_path))[-2:] == [(4, 'torchrun'), (4, 'torchpack')]
     assert scaling.jobs_of([1], str(tmp_path)) == [(1, 'python')]
     assert '--standalone' in scaling.command(2, 'torchrun', ['x']) and scaling.command(1, 'python', ['x'])[-2:] == [scaling.RANK, 'x']

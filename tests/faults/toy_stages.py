@@ -29,8 +29,9 @@ signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
 
 def write(path, value):
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix('.tmp').write_text(json.dumps(value))
-    os.replace(path.with_suffix('.tmp'), path)
+    temporary = path.with_suffix(f'.tmp{os.getpid()}')  # every rank writes
+    temporary.write_text(json.dumps(value))
+    os.replace(temporary, path)
 
 
 found = sorted(run_dir.glob('epoch_*.pth'), key=lambda path: int(path.stem.split('_')[1]))

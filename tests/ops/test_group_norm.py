@@ -383,10 +383,12 @@ def test_a_full_size_map(layout, dtype):
     )
     weight, bias = (torch.randn(256, device='cuda').requires_grad_() for _ in range(2))
     got = ops.group_norm_relu(x, 32, weight, bias)
-    want = F.group_norm(x.float(), 32, weight, bias).relu()
+    normed = F.group_norm(x.float(), 32, weight, bias)
+    want = normed.relu()
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got, want.to(dtype), rtol=tolerance, atol=tolerance)
-    grad = torch.randn_like(got)
+    # Of 164 million values a few lie so close to zero that rounding decides whether the ReLU passes their gradient.
+    grad = torch.randn_like(got).masked_fill_(normed.detach().abs() < 1e-5, 0)
     found, wanted = (torch.autograd.grad(y, (x, weight, bias), grad.to(y.dtype)) for y in (got, want))
     torch.testing.assert_close(found[0], wanted[0], rtol=tolerance, atol=5 * tolerance)
     for a, b in zip(found[1:], wanted[1:]):

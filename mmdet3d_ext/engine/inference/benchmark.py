@@ -28,11 +28,12 @@ STEPS: Tuple[Step, ...] = (
     ('+ channels last', lambda predictor, batch: predictor.channels_last()),
 )
 HALF_ONLY = ('+ weights stored', '+ channels last')
+GRAPHS: Step = ('+ CUDA graphs', lambda predictor, batch: predictor.record_graphs(batch))
 
 
 def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precision_name: str, iterations: int = 20, warmup: int = 5,
               batches: Optional[Sequence[Mapping[str, Any]]] = None, trace: Optional[str] = None, plain_only: bool = False,
-              model: Optional[nn.Module] = None) -> Iterator[Dict[str, Any]]:
+              graphs: bool = False, model: Optional[nn.Module] = None) -> Iterator[Dict[str, Any]]:
     """Time predictions: plain, then with one more of :data:`STEPS` each time. Decoded boxes and maps reach the host.
 
     Inputs are on the device, but for the matrices, which come from the host as a loader gives them.
@@ -40,7 +41,7 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
     Args:
         batches: random ones, by default the first two of the configured validation data.
         trace: file of a trace; each row's name is put before its ending.
-        plain_only: the first row only.
+        plain_only: the first row only. graphs: one more row, :data:`GRAPHS`, on a GPU.
 
     Yields:
         rows: ``mode, variant, samples, precision, iterations, ranks, step_ms`` (median latency of a batch), ``latency_ms`` (``median, p90``),
@@ -55,6 +56,8 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
         batches = [{k: v.cpu() if k in MATRICES else v for k, v in batch.items()} for batch in batches]
         predictor = Predictor(copy.deepcopy(model) if model is not None else make_model(cfg), device, dtype)
         steps = [(PLAIN, lambda *_: None)] + [s for s in STEPS if dtype is not None or s[0] not in HALF_ONLY]
+        if graphs and device.type == 'cuda':
+            steps.append(GRAPHS)
         for name, apply in steps[:1] if plain_only else steps:
             did = apply(predictor, batches[0])
             row = dict(mode='infer', variant=name, samples=samples, precision=precision_name, iterations=iterations, ranks=1,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrize import is_parametrized
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..norm_layers import is_sparse
@@ -164,15 +164,12 @@ class _Trace(TorchDispatchMode):
         self.computing = {name for name, conv in self.convs.items() if is_parametrized(conv) or conv._forward_pre_hooks}
         self.source = WeakTensorKeyDictionary()
         self.running: Optional[str] = None
-        self.paused = False
         self.made: Dict[str, List[_Call]] = collections.defaultdict(list)
         self.read: Dict[str, List[Optional[_Call]]] = collections.defaultdict(list)
         self.wrong: Dict[str, str] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if self.paused:
-            return func(*args, **kwargs)
         calls = [self.source[t] for t in tensors_in((args, kwargs)) if t in self.source]
         out = func(*args, **kwargs)
         if calls and is_view(func):
@@ -208,8 +205,6 @@ class _Trace(TorchDispatchMode):
 
     def _after_conv(self, name: str) -> Callable:
         def hook(module: nn.Module, inputs: Tuple, output: Any) -> None:
-            if self.paused:
-                return
             call = _Call(name, inputs)
             self.made[name].append(call)
             for tensor in tensors_in(output):
@@ -228,15 +223,15 @@ class _Trace(TorchDispatchMode):
             call = self.read[name][-1]
             if call is None or call.inputs is None or self._refusal(name, call.conv):
                 return
-            self.paused = True
             conv = self.convs[call.conv]
-            with _as_folded(conv, module), torch.autocast(output.device.type, enabled=False):
+            # Nothing of this is the model's own work: no mode may see it.
+            with _disable_current_modes(), _as_folded(conv, module), torch.autocast(output.device.type, enabled=False):
                 found = tensors_in(conv.forward(*call.inputs))[0]
-            if found.numel() != output.numel():
-                self.wrong[name] = 'the convolution behind it gives another number of values'
-            elif not relative_difference(output, found.reshape(output.shape)) <= LAYER_TOLERANCE:
-                self.wrong[name] = 'the folded convolution gives other values'
-            call.inputs, self.paused = None, False
+                if found.numel() != output.numel():
+                    self.wrong[name] = 'the convolution behind it gives another number of values'
+                elif not relative_difference(output, found.reshape(output.shape)) <= LAYER_TOLERANCE:
+                    self.wrong[name] = 'the folded convolution gives other values'
+            call.inputs = None
         return hook
 
     def _refusal(self, norm_name: str, conv_name: str) -> Optional[str]:

@@ -19,6 +19,7 @@ from ...models.vtransforms.rigs import RIG_MATRICES, rig_key
 from ..parallel import autocast, takes, unpack_batch
 from ..timing import parts_of
 from .fold import FoldReport, fold_batch_norms
+from .graphs import GraphedParts, capturable
 from .weights import StoreReport, store_cast_weights
 
 RIGS = 4  # cameras' sets of matrices that are kept unless told otherwise
@@ -49,7 +50,7 @@ class Predictor:
             return self.model(**values)
 
     def prepare(self, batch: Mapping[str, Any], fold: bool = True, rigs: int = RIGS, store_weights: bool = True,
-                channels_last: bool = False) -> str:
+                channels_last: bool = False, graphs: bool = False) -> str:
         """All of the steps below that are asked for, in the order that they need; gives what was done in words.
 
         Args:
@@ -67,6 +68,8 @@ class Predictor:
         if channels_last:
             self.channels_last()
             done.append('convolutions in channels-last order')
+        if graphs:
+            done.append(str(self.record_graphs(batch)))
         return '; '.join(done)
 
     def fold(self, batch: Mapping[str, Any]) -> FoldReport:
@@ -87,6 +90,15 @@ class Predictor:
     def channels_last(self) -> None:
         """Convolutions' kernels in channels-last order: what GPUs' half-precision units work in."""
         apply_channels_last(self.model, True)
+
+    def record_graphs(self, batch: Mapping[str, Any]) -> GraphedParts:
+        """See :class:`~.graphs.GraphedParts`: for batches of this one's size, on a GPU. The last step: other weights or layouts later
+        would not be seen. Results of a frame are copies and stay what they are."""
+        if self.device.type != 'cuda':
+            raise ValueError(f'record_graphs: CUDA graphs need a GPU, the device is {self.device}')
+        graphs = GraphedParts(capturable(_parts(self.model) or {}))
+        self(batch)
+        return graphs
 
     def geometry_hits(self) -> Dict[str, int]:
         """``hits`` and ``misses`` of the kept geometry since it is kept."""

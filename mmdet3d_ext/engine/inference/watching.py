@@ -48,8 +48,8 @@ class PartOutputs:
     """What the parts of a model return, run after run, with the choices of the first run made again in the later ones.
 
     Of two values that differ by less than a rounding error, one run takes the one, another run the other: the best 200 cells of a
-    heat map come in another order, or another cell is the 200th. Everything behind would differ without a fault. So the indices that
-    ``topk`` and ``sort`` give within a part are kept and given again.
+    heat map come in another order, another cell is the 200th, or one of a plateau is no longer its maximum. Everything behind would
+    differ without a fault. So what ``topk``, ``sort`` and comparisons choose within a part is kept and given again.
 
     Args:
         parts: by name; none may lie in another.
@@ -92,7 +92,7 @@ class PartOutputs:
 
 
 class _Chooser(TorchDispatchMode):
-    """Keeps the indices of ``topk`` and ``sort`` within parts, or gives the kept ones."""
+    """Keeps within parts what ``topk``, ``sort`` and comparisons of floating values choose, or gives the kept choices again."""
 
     def __init__(self, kept: Mapping[str, List[torch.Tensor]], replay: bool):
         super().__init__()
@@ -102,18 +102,23 @@ class _Chooser(TorchDispatchMode):
             self.kept.update({name: list(items) for name, items in kept.items()})
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if self.part is None or func.overloadpacket not in (aten.topk, aten.sort):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if self.part is None or func._schema.is_mutable:
             return out
+        ordered = func.overloadpacket in (aten.topk, aten.sort)
+        compared = isinstance(out, torch.Tensor) and out.dtype == torch.bool and any(t.is_floating_point() for t in tensors_in((args, kwargs)))
+        if not ordered and not compared:
+            return out
+        choice = out[1] if ordered else out
         if not self.replay:
-            self.kept[self.part].append(out[1])
+            self.kept[self.part].append(choice)
             return out
         mine = self.kept[self.part]
-        index = mine.pop(0) if mine else out[1]
-        if index.shape != out[1].shape:
+        before = mine.pop(0) if mine else choice
+        if before.shape != choice.shape or before.dtype != choice.dtype:
             return out
-        dim = _dim(func, args, kwargs or {})
-        return (args[0].gather(dim, index), index)
+        return (args[0].gather(_dim(func, args, kwargs), before), before) if ordered else before
 
 
 def _dim(func: Any, args: Tuple, kwargs: Mapping[str, Any]) -> int:

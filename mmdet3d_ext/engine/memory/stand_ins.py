@@ -53,7 +53,7 @@ def stand_ins(model: nn.Module, voxels: Voxels, to_fake: Callable[[torch.Tensor]
 
     for sensor, encoder in getattr(model, 'encoders', {}).items():
         if 'voxelize' in encoder:
-            replace(encoder['voxelize'], 'one', _voxelise(sensor, encoder['voxelize'], voxels))
+            replace(encoder['voxelize'], 'batch', _voxelise(sensor, encoder['voxelize'], voxels))
             for module in encoder['backbone'].modules():
                 if any(cls.__name__ == 'SparseConvolution' for cls in type(module).__mro__):
                     replace(module, 'forward', _sparse_convolution(module, encoder))
@@ -73,17 +73,21 @@ def stand_ins(model: nn.Module, voxels: Voxels, to_fake: Callable[[torch.Tensor]
 
 
 def _voxelise(sensor: str, voxelizer: _Voxelizer, voxels: Voxels) -> Callable:
-    def one(points: torch.Tensor) -> tuple:
-        count = voxels.count(sensor, voxelizer, len(points))
-        coords = points.new_empty((count, 3), dtype=torch.int32)
-        sizes = points.new_empty((count,), dtype=torch.int32)
+    def batch(clouds: List[torch.Tensor]) -> tuple:
+        counts = [voxels.count(sensor, voxelizer, len(points)) for points in clouds]
+        coords = clouds[0].new_empty((sum(counts), 4), dtype=torch.int32)
+        sizes = clouds[0].new_empty((sum(counts),), dtype=torch.int32)
         if not isinstance(voxelizer, HardVoxelizer):
-            return points.new_empty((count, points.shape[1])), coords, sizes
-        slots = points.new_empty((count, voxelizer.max_num_points, points.shape[1]))
-        if voxelizer.reduce:
-            slots = slots.sum(1) / sizes.to(slots.dtype).clamp(min=1)[:, None]
-        return slots, coords, sizes
-    return one
+            points = torch.cat(clouds)
+            return points.new_empty((sum(counts), points.shape[1])), coords, sizes
+        features = []
+        for points, count in zip(clouds, counts, strict=True):
+            slots = points.new_empty((count, voxelizer.max_num_points, points.shape[1]))
+            if voxelizer.reduce:
+                slots = slots.sum(1) / points.new_empty((count, 1)).clamp(min=1)
+            features.append(slots)
+        return torch.cat(features), coords, sizes
+    return batch
 
 
 class _SparseConvolution(torch.autograd.Function):

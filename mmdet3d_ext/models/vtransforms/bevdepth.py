@@ -32,7 +32,8 @@ class _DepthSupervised:
         return self.depth_loss_factor > 0
 
     def depth_loss(self, depth: torch.Tensor, depths: torch.Tensor) -> torch.Tensor:
-        """Binary cross entropy of the depth distribution, mean over the features with a known depth.
+        """Binary cross entropy of the depth distribution, mean over the features with a known depth (of all ranks; with ``compat:
+        reference`` of this one).
 
         Args:
             depth: (B, N, D, H, W) distribution.

@@ -180,7 +180,8 @@ def test_near_ties_do_not_count_as_differences():
         def forward(self, x):
             x = self.norm(self.conv(x))
             best = x.mean(1).topk(6, dim=1).indices
-            return self.out(x.gather(2, best[:, None].expand(-1, 8, -1)).transpose(1, 2))
+            peak = x == torch.nn.functional.max_pool1d(x, 3, stride=1, padding=1)
+            return self.out((x * peak).gather(2, best[:, None].expand(-1, 8, -1)).transpose(1, 2))
 
     model = shaken(Best())
     x = torch.randn(2, 4, 1) + 1e-7 * torch.randn(2, 4, 50)

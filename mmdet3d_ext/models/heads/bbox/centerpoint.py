@@ -64,8 +64,9 @@ class CenterHead(BaseModule):
             post_max_size, score_threshold and post_center_limit_range (rotate, in addition to the coder's).
         bbox_coder: see :class:`CenterPointBBoxCoder`.
         compat: ``'reference'`` keeps what numbers of the reference depend on: circle suppression compares the *squared*
-            distance with ``min_radius`` (4 means 2 m), a score threshold of 0.0 filters nothing, and boxes up to one cell
-            below the map's lower bounds are trained in its first cells.
+            distance with ``min_radius`` (4 means 2 m), a score threshold of 0.0 filters nothing, boxes up to one cell below
+            the map's lower bounds are trained in its first cells, and losses are divided by this rank's counts instead of
+            those over all ranks.
 
     Raises:
         KeyError, ValueError: for configurations that cannot work; the message names the key.

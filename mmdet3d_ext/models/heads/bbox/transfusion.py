@@ -87,9 +87,9 @@ class TransFusionHead(BaseModule):
             ``dataset`` implies).
         init_bias: initial bias of class logits and of the dense heatmap; -2.19 is a prior of 0.1.
         compat: ``'reference'`` keeps what numbers of the reference depend on: border cells never become queries; class
-            and box losses are divided by the matches of *all* layers; circle suppression compares the squared distance
-            and keeps 83 boxes per class; a score threshold of 0.0 filters nothing; boxes up to one cell below the map's
-            lower bounds are drawn in its first cells.
+            and box losses are divided by the matches of *all* layers, and all losses by the counts of this rank, not those
+            over all ranks; circle suppression compares the squared distance and keeps 83 boxes per class; a score
+            threshold of 0.0 filters nothing; boxes up to one cell below the map's lower bounds are drawn in its first cells.
 
     Raises:
         KeyError, ValueError: for configurations that cannot work; the message names the key.

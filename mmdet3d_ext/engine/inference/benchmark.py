@@ -16,7 +16,9 @@ from ..benchmark import find_baseline, with_batch
 from ..parallel import unpack_batch
 from ..timing import Clock, medians, peak, precision, profile_step, reset_peak, wait
 from ..train import make_loader, make_model
+from .fold import FoldError
 from .predictor import Predictor
+from .weights import StoreError
 
 PLAIN = 'plain'
 Step = Tuple[str, Callable[[Predictor, Mapping[str, Any]], Any]]
@@ -59,7 +61,10 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
         if graphs and device.type == 'cuda':
             steps.append(GRAPHS)
         for name, apply in steps[:1] if plain_only else steps:
-            did = apply(predictor, batches[0])
+            try:
+                did = apply(predictor, batches[0])
+            except (FoldError, StoreError) as error:
+                did = f'not done: {error}'
             row = dict(mode='infer', variant=name, samples=samples, precision=precision_name, iterations=iterations, ranks=1,
                        did=None if did is None else str(did))
             row.update(_measure(predictor, device, samples, iterations, warmup, batches, _named(trace, name)))

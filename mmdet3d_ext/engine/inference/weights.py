@@ -17,6 +17,10 @@ from .watching import PartOutputs, aten, comparable, difference, is_view, tensor
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
+class StoreError(RuntimeError):
+    """With stored weights the model does not compute what it computes under autocast; they were put back."""
+
+
 @dataclass(frozen=True)
 class StoreReport:
     """``stored``: parameters and buffers by name, of ``megabytes`` before. ``kept``: name -> why it stays in float32."""
@@ -44,7 +48,7 @@ def store_cast_weights(model: nn.Module, work: Callable[[], Any], dtype: torch.d
         parts: modules by name whose outputs are compared before and after; the whole model by default.
 
     Raises:
-        RuntimeError: if an output changed by more than ``TOLERANCE``; the weights are then as they were.
+        StoreError: if an output changed by more than ``TOLERANCE``; the weights are then as they were.
     """
     outputs, trace = PartOutputs({'model': model} if parts is None else parts), _Reads(model, dtype)
     with comparable():
@@ -56,9 +60,9 @@ def store_cast_weights(model: nn.Module, work: Callable[[], Any], dtype: torch.d
     with _put_back_on_error(chosen, originals), comparable():
         worst, place = difference(before, outputs.run(work))
         if not worst <= TOLERANCE[dtype]:
-            raise RuntimeError(f'with {len(chosen)} weights stored in {dtype} the output of {place} differs by {worst:.1e} of its largest '
-                               'value from that under autocast: a weight is read in a way that the traced run did not show. Let '
-                               'autocast cast them instead')
+            raise StoreError(f'with {len(chosen)} weights stored in {dtype} the output of {place} differs by {worst:.1e} of its largest '
+                             'value from that under autocast: a weight is read in a way that the traced run did not show. Let autocast '
+                             'cast them instead')
     megabytes = sum(t.numel() * t.element_size() for t in originals.values()) / 1e6
     return StoreReport(tuple(chosen), kept, megabytes, worst)
 

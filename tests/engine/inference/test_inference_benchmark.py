@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmdet3d_ext.engine.inference import benchmark
+from mmdet3d_ext.engine.inference import FoldError, benchmark
 
 REPO = Path(__file__).resolve().parents[3]
 TINY = str(REPO / 'configs' / 'synthetic' / 'multitask_tiny.yaml')
@@ -47,3 +47,12 @@ def test_tool(tmp_path, capsys):
     assert [row['variant'] for row in content['runs']] == ['plain']
     assert '| 1 | fp32 | plain |' in capsys.readouterr().out
     assert (tmp_path / 'trace_infer_1_fp32_plain.json.gz').stat().st_size > 1000
+
+
+def test_a_step_that_cannot_be_done_is_said_in_its_row(monkeypatch):
+    def refuse(predictor, batch):
+        raise FoldError('another output')
+
+    monkeypatch.setattr(benchmark, 'STEPS', (('+ norms folded', refuse),))
+    rows = list(benchmark.inference({}, CPU, 2, 'fp32', iterations=1, warmup=0, batches=[small.frame('lidar')], model=small.detector('lidar')))
+    assert [row['did'] for row in rows] == [None, 'not done: another output']

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mmdet3d_ext.engine.inference.weights import store_cast_weights
+from mmdet3d_ext.engine.inference.weights import StoreError, store_cast_weights
 
 BF16 = torch.bfloat16
 
@@ -78,6 +78,6 @@ def test_a_weight_whose_type_decides_is_found_out_and_put_back():
         with torch.autocast('cpu', BF16):
             return model(x)
 
-    with pytest.raises(RuntimeError, match='differs by'):
+    with pytest.raises(StoreError, match='differs by'):
         store_cast_weights(model, run, BF16)
     assert model.weight.dtype == torch.float32 and model.bias.dtype == torch.float32

@@ -83,6 +83,7 @@ class _Replayed:
             except RuntimeError as error:  # a wait for the device, or an operator that no graph can hold
                 self.owner.failed[self.name] = str(error).splitlines()[0][:120]
                 torch.cuda.synchronize()
+                _end_of_recording(tensors[0].device)
                 return self.forward(*args, **kwargs)
         graph, inputs, outputs, expected = self.state
         if kind != expected:
@@ -162,6 +163,13 @@ def _fixed(owner: GraphedParts, tensor: torch.Tensor) -> torch.Tensor:
     if known is not None and _kind([known]) == _kind([tensor]):
         return tensor
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _end_of_recording(device: torch.device) -> None:
+    """Take the random numbers of ``device`` out of a recording that broke off: they would refuse to be drawn ever after."""
+    generator, fresh = torch.cuda.default_generators[device.index or 0], torch.Generator(device)
+    fresh.manual_seed(generator.initial_seed())
+    generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 @contextlib.contextmanager

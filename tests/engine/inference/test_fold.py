@@ -216,3 +216,22 @@ def test_sparse_encoder(settings, norms):
     with torch.no_grad():
         torch.testing.assert_close(model(features, coords, 2), expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
         torch.testing.assert_close(model(features[:0], coords[:0], 2), empty, rtol=1e-4, atol=1e-5)
+
+
+def test_sites_may_come_in_another_order_each_time(monkeypatch):
+    """As on a GPU, where a strided sparse convolution finds its sites in no fixed order."""
+    from mmdet3d_ext.models.backbones.sparse_layers import sparse
+    kind = sparse().SparseConv3d
+    forward = kind.forward
+
+    def shuffled(self, x, *args, **kwargs):
+        out = forward(self, x, *args, **kwargs)
+        order = torch.randperm(len(out.indices))
+        return sparse().Tensor(out.features[order], out.indices[order], out.spatial_shape, out.batch_size)
+
+    monkeypatch.setattr(kind, 'forward', shuffled)
+    model = sparse_encoder()
+    coords = torch.stack([torch.randint(0, n, (200,)) for n in (2, 32, 32, 8)], 1).unique(dim=0)
+    features = torch.randn(len(coords), 4)
+    report = fold_batch_norms(model, lambda: model(features, coords, 2))
+    assert len(report.folded) == 6 and not report.kept

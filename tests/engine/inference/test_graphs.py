@@ -76,4 +76,5 @@ def test_a_part_that_waits_for_the_device_is_left_as_it_is():
         want = part(x)
         graphs = GraphedParts({'part': part})
         assert torch.equal(part(x), want) and 'part' in graphs.failed
+        assert torch.rand(3, device='cuda').ge(0).all(), 'random numbers are drawn as before'
         assert torch.equal(part(x), want)

@@ -185,8 +185,9 @@ def test_the_host_waits_once_for_a_frame_of_cameras(head):
     for _ in range(2):
         predictor(x)
     found = profile_step(device, lambda: predictor(x), None)
-    # torch names what waits inside operators; the profiler's own end counts as one more.
-    assert not found['wait_sites'] and found['host_waits'] <= 2, (found['host_waits'], found['wait_sites'])
+    # The one wait is for the event behind the results' copy; the profiler's own end counts as one more.
+    sites = {site: n for site, n in found['wait_sites'].items() if not site.startswith('torch/cuda/streams.py')}
+    assert not sites and sum(found['wait_sites'].values()) <= 1 and found['host_waits'] <= 2, (found['host_waits'], found['wait_sites'])
 
 
 def on_gpu(value, device):

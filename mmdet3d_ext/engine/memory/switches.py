@@ -31,11 +31,16 @@ class Switch:
     note: str = ''
 
 
-def _has(cfg: Mapping[str, Any], name: str) -> bool:
+def _node(cfg: Mapping[str, Any], name: str) -> Any:
+    """What ``model.<name>`` says; None if it is not there."""
     node: Any = cfg.get('model')
     for key in name.split('.'):
         node = node.get(key) if isinstance(node, Mapping) else None
-    return node is not None or name == 'branches.map.decoder' and _has(cfg, 'branches.map')
+    return node
+
+
+def _has(cfg: Mapping[str, Any], name: str) -> bool:
+    return _node(cfg, name) is not None or name == 'branches.map.decoder' and _has(cfg, 'branches.map')
 
 
 def switches(cfg: Mapping[str, Any], plan: MemoryPlan) -> List[Switch]:
@@ -55,6 +60,11 @@ def switches(cfg: Mapping[str, Any], plan: MemoryPlan) -> List[Switch]:
     if len(found) > 1:
         found.append(Switch('recompute all of these', f'--model.checkpoint "[{", ".join(every)}]"', {'model.checkpoint': every},
                             note='same result, more time'))
+    backbone = _node(cfg, 'encoders.camera.backbone') or {}
+    if backbone.get('type') == 'SwinTransformer' and backbone.get('lean', True) is not False and backbone.get('lean') != 'mlp' \
+            and 'encoders.camera.backbone' not in before:
+        found.append(Switch('Swin repeats its first linear layers', '--model.encoders.camera.backbone.lean mlp',
+                            {'model.encoders.camera.backbone.lean': 'mlp'}, note='same result, a little more time'))
     if plan.precision == 'fp32':
         found.append(Switch('mixed precision', '--amp.dtype fp16', {}, precision='fp16', note='faster; rounding differs'))
     elif not model.get('channels_last'):

@@ -214,6 +214,15 @@ def test_advice_without_a_plan_still_has_switches(monkeypatch):
     assert 'No plan could be made' in text and '--model.checkpoint "[heads.map]"' in text and '--amp.dtype fp16' in text
 
 
+@pytest.mark.parametrize('words, offered', [
+    ((), True), (('--model.encoders.camera.backbone.lean', 'mlp'), False), (('--model.encoders.camera.backbone.lean', 'false'), False),
+    (('--model.checkpoint', '[encoders.camera.backbone]'), False)])
+def test_a_swin_can_keep_less(base, words, offered):
+    cfg = load_config(str(REPO / 'configs/nuscenes/multitask/vanilla_200.yaml'), list(words))
+    values = [s.values for s in switches(cfg, base) if 'Swin' in s.name]
+    assert values == ([{'model.encoders.camera.backbone.lean': 'mlp'}] if offered else [])
+
+
 @pytest.mark.gpu
 def test_against_a_gpu():
     """The joint model at 400 x 400 in half precision, measured as the benchmark does."""

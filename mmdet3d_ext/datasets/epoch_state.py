@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import mmap
 import os
 import random
 from typing import Any, Dict, Iterator, Mapping, Optional, Tuple
@@ -58,11 +60,22 @@ def own_random_numbers(*numbers: int) -> Iterator[None]:
         torch.set_rng_state(held[2])
 
 
+def shared_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that this process and its forked workers see alike: in /dev/shm, or in memory without a name where nothing can be made
+    there (full, read-only, not mounted)."""
+    zeros = torch.zeros(*shape, dtype=dtype)
+    try:
+        return zeros.share_memory_()
+    except RuntimeError:
+        place = mmap.mmap(-1, math.prod(shape) * zeros.element_size())
+        return torch.frombuffer(place, dtype=dtype).view(*shape)
+
+
 class EpochState:
     """The current epoch in shared memory, so that workers that live through several epochs see it change."""
 
     def __init__(self):
-        self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._epoch = shared_zeros(1, dtype=torch.int64)
         self._entered: Optional[Tuple[int, int]] = None
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..errors import text_of
-from .epoch_state import own_random_numbers
+from .epoch_state import own_random_numbers, shared_zeros
 
 POLICIES = ('raise', 'skip')
 TRIES = 100  # samples in a row that are drawn for one that cannot be read
@@ -65,7 +65,7 @@ class SampleReader(Dataset):
         self.dataset, self.seed, self.policy = dataset, seed, policy
         self.allowed = int(budget * len(dataset)) if budget < 1 else int(budget)
         # Shared with the workers: which samples were unreadable.
-        self._unreadable = torch.zeros(len(dataset), dtype=torch.uint8).share_memory_() if policy == 'skip' else None
+        self._unreadable = shared_zeros(len(dataset), dtype=torch.uint8) if policy == 'skip' else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__') or name == 'dataset':
@@ -121,7 +121,7 @@ _note: Optional[np.ndarray] = None
 
 def make_notes(workers: int) -> torch.Tensor:
     """Shared memory in which each worker notes what it reads."""
-    return torch.zeros(max(workers, 1), RECORD, dtype=torch.uint8).share_memory_()
+    return shared_zeros(max(workers, 1), RECORD, dtype=torch.uint8)
 
 
 def enter_worker(notes: Optional[torch.Tensor], worker_id: int) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import glob
 import io
 import logging
+import mmap
+import multiprocessing
 import os
 import pickle
 import shutil
@@ -26,6 +28,7 @@ logger = logging.getLogger('mmdet3d_ext')
 SHM = '/dev/shm'
 PLENTY = 256 * 2 ** 20  # bytes per sample that no pipeline here reaches (6 float32 images of 900 x 1600 are 104 MB)
 MARGIN = 1.25  # samples differ in their points
+LOCKS = 8, 4  # pages of /dev/shm: of a loader, of each of its workers, for the locks of their queues (measured: 8 and 3)
 FOLDER = 'mmdet3d_ext-batches-'
 _said: List[str] = []
 
@@ -49,6 +52,11 @@ def plan_sharing(dataset: Sized, samples: int, workers: int, prefetch: int, proc
         free: bytes there (default: as the file system says).
     """
     free = _free(SHM) if free is None else free
+    reason = _no_locks(free, processes, workers)
+    if reason:
+        _say(f'{SHM} cannot hold even the locks of loader workers ({reason}): 0 workers instead of {workers} (the training process reads '
+             f'by itself, which is slow). Free some space there, or mount it: docker --shm-size or --ipc=host')
+        return SharingPlan(0)
     batches = processes * workers * prefetch
     if free is None or free >= batches * samples * PLENTY:
         return SharingPlan(workers)
@@ -71,6 +79,16 @@ def plan_sharing(dataset: Sized, samples: int, workers: int, prefetch: int, proc
          + ('' if fewer else ' (the training process reads by itself, which is slow)')
          + f'. More room: docker --shm-size, a larger {SHM}, or another disk with TMPDIR')
     return SharingPlan(int(fewer))
+
+
+def _no_locks(free: Optional[int], processes: int, workers: int) -> Optional[str]:
+    """Why the queues of workers cannot be made: their locks lie in /dev/shm, wherever the batches go. None if they can."""
+    try:
+        multiprocessing.Lock()
+    except OSError as error:
+        return error.strerror or str(error)
+    need = processes * (LOCKS[0] + LOCKS[1] * workers) * mmap.PAGESIZE
+    return None if free is None or free >= need else f'less than {need // 1024} KiB free'
 
 
 def _say(text: str) -> None:

@@ -168,6 +168,29 @@ def test_a_small_shm_and_no_disk_takes_fewer_workers(tmp_path, mounts, fault_rec
     fault_record('/dev/shm too small, no disk either', 'said once; as many workers as fit')
 
 
+@pytest.mark.parametrize('state, reason', [('full', 'No space left on device'), ('read-only', 'Read-only file system'),
+                                           ('nearly full', 'less than 64 KiB free')])
+def test_a_shm_in_which_nothing_can_be_made(tmp_path, mounts, alone, fault_record, state, reason):
+    """The locks of workers lie there, too, and what they share with the training process: an epoch, notes, a count."""
+    config = settings(tmp_path, **{**PLAIN, 'data': data(2, loader={'unreadable': {'policy': 'skip', 'budget': 1}})})
+
+    def prepare(rank):
+        small_shm(2 ** 20)
+        if state == 'read-only':
+            assert ctypes.CDLL(None).mount(b'none', b'/dev/shm', None, 0x20 | 0x1, None) == 0  # MS_REMOUNT | MS_RDONLY
+            return
+        there = os.statvfs('/dev/shm')
+        keep = 0 if state == 'full' else 3 * 4096
+        with open('/dev/shm/another', 'wb', buffering=0) as stream:
+            stream.write(bytes(there.f_bavail * there.f_frsize - keep))
+
+    assert run(tmp_path, config, prepare=prepare) == [0], screen(tmp_path)
+    text = screen(tmp_path)
+    assert len(re.findall(rf'/dev/shm cannot hold even the locks of loader workers \({reason}\): 0 workers instead of 2', text)) == 1
+    assert same_state(content(tmp_path), alone)
+    fault_record(f'/dev/shm is {state}', 'said once; the training process reads by itself; bitwise the same weights')
+
+
 def test_sigbus_without_the_check(tmp_path, mounts, monkeypatch, fault_record):
     """What the check spares: the worker dies of a bus error; even then the run ends with a message that says why."""
     from mmdet3d_ext.datasets import builder

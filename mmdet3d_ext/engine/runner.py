@@ -303,7 +303,7 @@ class CustomEpochBasedRunner(EpochBasedRunner):
             raise files.CheckpointError(f'{path} holds no optimizer state, it cannot be resumed from; use --load_from')
         wanted = [(g['lr'], g.get('weight_decay')) for g in self.optimizer.param_groups]
         try:
-            self.optimizer.load_state_dict(content['optimizer'])
+            self.optimizer.load_state_dict(files.with_own_kernels(content['optimizer'], self.optimizer))
         except (ValueError, KeyError) as error:
             raise files.CheckpointError(f'{path}: its optimizer state does not fit this model and optimizer: {error}') from None
         lacking = sorted({key for group in self.optimizer.param_groups for key in set(self.optimizer.defaults) - set(group)})

@@ -3,7 +3,7 @@
 A file that a user downloads must not be able to run code, so files are read with ``weights_only=True``; own files hold plain
 types and tensors only. Writing is atomic: a file under its final name is always whole.
 """
-from .optimizer import keep_optimizer, optimizer_info
+from .optimizer import keep_optimizer, optimizer_info, with_own_kernels
 from .reading import CheckpointError, is_checkpoint_whole, read_checkpoint
 from .reference import ORIGINS, convert, find_origin, model_meta
 from .report import LoadReport
@@ -13,4 +13,4 @@ from .writing import CheckpointWriteError, clean_leftovers, link_atomic, list_ch
 __all__ = ['CheckpointError', 'CheckpointWriteError', 'LoadReport', 'ORIGINS', 'check_same_run', 'clean_leftovers', 'convert',
            'find_origin', 'is_checkpoint_whole', 'keep_optimizer', 'link_atomic', 'list_checkpoints', 'load_files', 'load_state',
            'load_weights', 'model_meta', 'newest_checkpoint', 'optimizer_info', 'path_list', 'pick_weights', 'plain', 'read_checkpoint',
-           'strip_wrappers', 'write_atomic']
+           'strip_wrappers', 'with_own_kernels', 'write_atomic']

@@ -2,12 +2,15 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Collection, Dict, List
+from typing import Any, Collection, Dict, List, Mapping
 
 import torch
 from torch import nn
 
 from .reading import CheckpointError, read_checkpoint
+
+# Settings of a parameter group that say how an update is computed, not what it is.
+KERNELS = ('foreach', 'fused')
 
 
 def optimizer_info(optimizer: torch.optim.Optimizer, model: nn.Module) -> Dict[str, Any]:
@@ -42,6 +45,8 @@ def keep_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: str
                               '--load-optimizer out (stages file: optimizer: reset)')
     numbers = {name: number for number, name in enumerate(info['names']) if name}
     used = {id(parameter) for group in optimizer.param_groups for parameter in group['params']}
+    steps_beside = {id(parameter) for group in optimizer.param_groups if group.get('fused') or group.get('capturable')
+                    for parameter in group['params']}
     kept, left = [], 0
     for name, parameter in model.named_parameters():
         if id(parameter) not in used:
@@ -52,15 +57,29 @@ def keep_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, path: str
         if not fits:
             left += 1
             continue
-        optimizer.state[parameter] = {key: _moved(value, parameter) for key, value in found.items()}
+        optimizer.state[parameter] = {key: _moved(value, parameter, key, id(parameter) in steps_beside)
+                                      for key, value in found.items()}
         kept.append(name)
     logger.info('optimizer state kept for %d parameters from %s, %d begin without', len(kept), path, left)
     return kept
 
 
-def _moved(value: Any, parameter: torch.Tensor) -> Any:
+def with_own_kernels(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Dict[str, Any]:
+    """An optimizer's state dict with ``optimizer``'s choice of kernels (:data:`KERNELS`) in its groups instead of the saved one.
+
+    torch takes a loaded group's settings as they are; an update that was plain when it was saved would never be fused again, and one
+    that was fused could not be told otherwise.
+    """
+    groups = [dict(saved, **{key: own[key] for key in KERNELS if key in own})
+              for saved, own in zip(state['param_groups'], optimizer.param_groups, strict=False)]
+    return dict(state, param_groups=groups + list(state['param_groups'][len(groups):]))
+
+
+def _moved(value: Any, parameter: torch.Tensor, key: str, steps_beside: bool) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
-    if value.dim() == 0:  # the step count, which Adam wants on the CPU
+    if key == 'step':  # of which fused updates are told beside the parameter, all others on the CPU
+        return value.to(device=parameter.device if steps_beside else 'cpu', dtype=torch.float32, copy=True)
+    if value.dim() == 0:
         return value.clone()
     return value.to(device=parameter.device, dtype=parameter.dtype).clone()

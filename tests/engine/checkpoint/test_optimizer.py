@@ -75,3 +75,43 @@ def test_what_cannot_be_kept_is_refused(tmp_path, change, text):
     new = model(5)
     with pytest.raises(files.CheckpointError, match=text):
         load(path, new, torch.optim.AdamW(new.parameters()))
+
+
+def test_fused_updates_have_their_step_counts_beside_the_parameters(tmp_path):
+    path = save(tmp_path / 'a.pth', *trained(5))
+    new = model(5).to('meta')  # in place of a GPU, where fused updates read counts from
+    optimizer = torch.optim.AdamW(new.parameters())
+    load(path, new, optimizer)
+    assert {state['step'].device.type for state in optimizer.state.values()} == {'cpu'}
+    optimizer.param_groups[0]['fused'] = True
+    load(path, new, optimizer)
+    assert {state['step'].device.type for state in optimizer.state.values()} == {'meta'}
+
+
+@pytest.mark.parametrize('then, now', [(None, True), (True, None), (True, False), (False, True)])
+def test_the_choice_of_kernels_is_this_runs_not_the_checkpoints(then, now):
+    one, _ = trained(5)
+    before, after = (torch.optim.AdamW(one.parameters(), lr=lr, fused=fused) for lr, fused in ((0.1, then), (0.2, now)))
+    for optimizer in (before, after):
+        one(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+    saved = before.state_dict()
+    after.load_state_dict(files.with_own_kernels(saved, after))
+    assert after.param_groups[0]['fused'] is now and after.param_groups[0]['lr'] == 0.1
+    assert saved['param_groups'][0]['fused'] is then, 'the checkpoint is not changed'
+    after.step()
+    assert {int(state['step']) for state in after.state.values()} == {2}
+    saved['param_groups'].append(dict(saved['param_groups'][0]))
+    with pytest.raises(ValueError, match='different number of parameter groups'):
+        after.load_state_dict(files.with_own_kernels(saved, after))
+
+
+@pytest.mark.gpu
+def test_moments_of_another_stage_are_gone_on_with_by_fused_updates(tmp_path):
+    path = save(tmp_path / 'a.pth', *trained(5))
+    new = model(5).cuda()
+    optimizer = torch.optim.AdamW(new.parameters(), fused=True)
+    load(path, new, optimizer)
+    new(torch.ones(2, 3).cuda()).square().sum().backward()
+    optimizer.step()
+    assert {int(state['step']) for state in optimizer.state.values()} == {4}

@@ -116,7 +116,7 @@ def _decode(content: np.ndarray, path: str, factor: int = 1) -> np.ndarray:
             return cv2.cvtColor(image, cv2.COLOR_BGR2RGB, dst=image)
     try:
         with Image.open(io.BytesIO(content)) as image:
-            return np.array(image.convert('RGB'))
+            return np.array(image.convert('RGB').reduce(factor))
     except DAMAGED as error:
         raise _damaged(content, path, error) from error
 

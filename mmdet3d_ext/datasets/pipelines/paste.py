@@ -20,6 +20,7 @@ def points_in_boxes(points: np.ndarray, boxes: LiDARInstance3DBoxes) -> np.ndarr
     """
     inside = np.zeros(len(points), dtype=bool)
     found = boxes.tensor[:, :7].numpy().astype(np.float64)
+    found = found[np.isfinite(found).all(axis=1)]  # others hold nothing
     if not len(found):
         return inside
     reach = np.hypot(found[:, 3], found[:, 4]) / 2 + 1e-3

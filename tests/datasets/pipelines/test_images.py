@@ -1,6 +1,7 @@
 """Decoding and resampling of camera images against Pillow, reduced decoding, and normalisation on the CPU and in the detector."""
 import io
 
+import cv2
 import numpy as np
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_the_augmentation_is_pillows_resize_crop_flip_and_rotate(scale, compat, 
 
 # ------------------------------------------------------------------------------------------------------ reduced decoding
 
-def test_reduction_never_goes_below_what_is_asked_for(tmp_path):
+def test_reduction_never_goes_below_what_is_asked_for(tmp_path, monkeypatch):
     path = tmp_path / 'a.jpg'
     Image.fromarray(picture(801, 451)).save(path, quality=90)
     image = open_image(str(path))
@@ -127,6 +128,10 @@ def test_reduction_never_goes_below_what_is_asked_for(tmp_path):
                                 ((100, 56), 8, (57, 101)), ((10, 5), 8, (57, 101)), ((900, 500), 1, (451, 801)),
                                 ((100, 300), 1, (451, 801))):
         pixels, found = image.at_least(size)
+        assert found == factor and pixels.shape == (*shape, 3)
+        with monkeypatch.context() as patch:  # a file that only Pillow can decode
+            patch.setattr(cv2, 'imdecode', lambda *_: None)
+            pixels, found = image.at_least(size)
         assert found == factor and pixels.shape == (*shape, 3)
 
 

@@ -251,6 +251,11 @@ def test_points_in_boxes_equals_a_slow_reference():
         expected |= ((np.abs(local) <= box[3:5] / 2).all(axis=1) & (points[:, 2] >= box[2]) & (points[:, 2] <= box[2] + box[5]))
     assert 100 < expected.sum() < 2900
     np.testing.assert_array_equal(points_in_boxes(points, boxes), expected)
+    for value in (np.nan, np.inf):
+        broken = boxes.tensor[:2].clone()
+        broken[0, 0], broken[1, 3] = value, value
+        np.testing.assert_array_equal(points_in_boxes(points, boxes.new_box(torch.cat([broken, boxes.tensor]))), expected)
+        assert not points_in_boxes(points, boxes.new_box(broken)).any()
 
 
 def test_paste_with_the_database_sampler(tmp_path):

@@ -47,7 +47,8 @@ class RigCache:
             self._kept.move_to_end(key)
             return self._kept[key]
         self.misses += 1
-        value = make()
+        with torch.inference_mode(False), torch.no_grad():  # an inference tensor could not be used in a later backward pass
+            value = make()
         self._kept[key] = value
         if len(self._kept) > self.most:
             self._kept.popitem(last=False)

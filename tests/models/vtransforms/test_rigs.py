@@ -108,3 +108,15 @@ def test_off_in_training_and_not_copied():
         assert other.rigs.most == 2 and len(other.rigs) == 0 and len(model.rigs) == 1
     model.add_grid('map', [-9.6, 9.6, 0.4], [-6.4, 6.4, 0.4], 2)
     assert len(model.rigs) == 0, 'another grid needs plans of its own'
+
+
+@pytest.mark.parametrize('kind', KINDS)
+def test_kept_in_inference_mode_and_used_with_gradients(kind):
+    model, inputs, (x, _) = made(kind)
+    model.cache_rigs(2)
+    with torch.inference_mode():
+        want = model(x, **inputs)
+    x.requires_grad_()
+    found = model(x, **inputs)
+    found.sum().backward()
+    assert model.rigs.hits == 1 and torch.equal(found, want) and x.grad.abs().sum() > 0

@@ -102,6 +102,19 @@ def test_implementations_of_mpi(text, expected):
     assert mpi.vendor_of(text) == expected
 
 
+@pytest.mark.parametrize('said, ended, status, text', [
+    ({'version': '4.0.3', 'library': 'Open MPI v4.1.6, package: Debian OpenMPI'}, '', 'ok', 'uses Open MPI 4.1.6, as mpirun'),
+    ({'version': '4.0.3', 'library': 'Open MPI v5.0.3, package: conda'}, '', 'warning', 'uses Open MPI 5.0.3, mpirun is Open MPI 4.1.8'),
+    ({'version': '4.0.3', 'library': 'MPICH Version:      4.2.1'}, '', 'warning', 'every rank would believe that it is alone'),
+    ({'version': '4.0.3'}, 'RuntimeError: cannot load MPI library', 'warning', 'finds no MPI library: RuntimeError: cannot load'),
+    ({}, "ModuleNotFoundError: No module named 'mpi4py'", 'warning', 'only torchpack.distributed.init() needs it')])
+def test_mpi4py_is_of_the_same_mpi_as_mpirun(monkeypatch, said, ended, status, text):
+    monkeypatch.setattr(mpi, 'ask', lambda *args, **kwargs: probe.Answer([said], 1 if ended else 0, ended))
+    found = mpi.check_mpi4py(('Open MPI', '4.1.8'))
+    assert found.status == status and text in f'{found.text} {found.remedy}'
+    assert found.status == 'ok' or '--no-binary mpi4py' in found.remedy
+
+
 def test_what_mpirun_adds_in_front_is_no_loss():
     shell = {'PATH': '/a:/b', 'LD_LIBRARY_PATH': '/l'}
     assert mpi.compare({'env': {'PATH': '/mpi/bin:/a:/b', 'LD_LIBRARY_PATH': '/mpi/lib:/l'}}, shell).status == 'ok'

@@ -234,7 +234,13 @@ def test_the_log_s_means_are_over_the_finite_steps(tmp_path, what):
     assert screen(tmp_path).count('nonfinite_steps: 1') == 1
 
 
-def test_a_spike_raises_an_alarm_and_keeps_the_checkpoint_before_it(tmp_path, fault_record):
+@pytest.mark.parametrize('links', [True, False])
+def test_a_spike_raises_an_alarm_and_keeps_the_checkpoint_before_it(tmp_path, fault_record, monkeypatch, links):
+    if not links:  # as on file systems that have none
+        def refuse(*_, **__):
+            raise PermissionError(1, 'Operation not permitted')
+        monkeypatch.setattr(os, 'link', refuse)
+
     @HOOKS.register_module(force=True)
     class FaultySpike(Hook):
         now = False

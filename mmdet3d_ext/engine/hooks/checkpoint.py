@@ -193,7 +193,7 @@ class BestKeeper:
         try:
             source = os.path.join(folder, f'epoch_{epoch}.pth')
             if os.path.isfile(source) and getattr(runner, 'last_checkpoint', None) == source:
-                _link_or_copy(source, path)
+                link_or_copy(source, path)
             else:
                 write_atomic(runner.checkpoint_content(), path)
             _write_json({'metric': self.metric, 'score': score, 'epoch': epoch, 'file': name}, record_path)
@@ -209,7 +209,8 @@ class BestKeeper:
         runner.logger.info('Best %s is %.4f at %d epoch.', self.metric, score, epoch)
 
 
-def _link_or_copy(source: str, path: str) -> None:
+def link_or_copy(source: str, path: str) -> None:
+    """Keep a checkpoint under another name, whole or not at all; a copy where the file system has no links."""
     temporary = f'{path}.tmp-{os.getpid()}'
     try:
         os.link(source, temporary)

@@ -16,6 +16,7 @@ from ..diagnosis import Finding, trace
 from ..parallel import sample_tokens, unpack_batch
 from ..rank_state import named_statistics
 from ..replay import write_batch
+from .checkpoint import link_or_copy
 
 ACTIONS = ('stop', 'rollback')
 KEPT = 'before_spike_'  # in front of the name of a checkpoint that is kept
@@ -224,7 +225,7 @@ class Guard:
         path = os.path.join(folder, KEPT + os.path.basename(found[-1][1]))
         try:
             if not os.path.exists(path):
-                os.link(found[-1][1], path)
+                link_or_copy(found[-1][1], path)
             kept = list_checkpoints(folder, KEPT)
             for _, old in kept[:-self.spike['keep']]:
                 os.unlink(old)

@@ -51,11 +51,10 @@ class _Layer:
         if input.features.is_cuda:
             return super()._conv_forward(training, input, weight, bias, *args, **kwargs)
         # spconv's CUDA build chooses an algorithm that its CPU code does not have, and that code refuses a bias.
-        chosen, self.algo = self.algo, sparse().native
-        try:
-            out = super()._conv_forward(training, input, weight, None, *args, **kwargs)
-        finally:
-            self.algo = chosen
+        # Set in a twin, so that other threads' calls of this layer do not see it.
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__, algo=sparse().native)
+        out = super(_Layer, twin)._conv_forward(training, input, weight, None, *args, **kwargs)
         return out if bias is None else out.replace_feature(out.features + bias)
 
 

@@ -184,3 +184,22 @@ def test_several_threads_lose_no_sums():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+@torch.no_grad()
+def test_a_call_on_the_cpu_leaves_the_layer_as_other_threads_see_it(monkeypatch):
+    import spconv.pytorch as spconv
+
+    from mmdet3d_ext.models.backbones.sparse_layers import sparse
+    layer, seen = sparse().SubMConv3d(4, 4, 3, bias=True), []
+    layer.algo = spconv.ConvAlgo.MaskImplicitGemm  # what spconv's CUDA build chooses
+    real = spconv.conv.SparseConvolution._conv_forward
+
+    def watched(self, *args, **kwargs):
+        seen.append((self.algo, layer.algo))
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(spconv.conv.SparseConvolution, '_conv_forward', watched)
+    features, coords = voxels(50)
+    layer(spconv.SparseConvTensor(features[:, :4].contiguous(), coords, [32, 24, 41], 1))
+    assert seen == [(spconv.ConvAlgo.Native, spconv.ConvAlgo.MaskImplicitGemm)]

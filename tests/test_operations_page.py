@@ -67,6 +67,17 @@ def test_every_message_of_a_running_job_is_explained():
     assert not lacking, 'explain in docs/operations.md:\n' + '\n'.join(lacking)
 
 
+@pytest.mark.parametrize('folder, maker', [('doctor', 'Finding'), ('monitor', 'Mark')])
+def test_every_line_of_the_doctor_and_every_mark_of_the_monitor_is_explained(folder, maker):
+    found = {text(node.args[0]) for file in Path(REPO, 'mmdet3d_ext', folder).glob('*.py') for node in ast.walk(ast.parse(file.read_text()))
+             if isinstance(node, ast.Call) and getattr(node.func, 'id', '') == maker}
+    page = Path(REPO, PAGES[0]).read_text()
+    names = re.findall(r'`([^`]+)`', page)
+    lacking = [name for name in found if len(name.strip('\0 ')) > 2 and
+               not any(re.fullmatch(re.escape(name).replace('\0', '.*'), known) for known in names)]
+    assert len(found) > 5 and not lacking, f'explain in docs/operations.md: {sorted(lacking)}'
+
+
 @pytest.mark.parametrize('message, is_there', [('ALARM: \0 cannot write its log: \0', True), ('\0 cannot write', True),
                                                ('the moon \0 is made of cheese', False), ('cannot write its will \0', False)])
 def test_the_comparison_itself(message, is_there):

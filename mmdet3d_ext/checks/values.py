@@ -13,6 +13,7 @@ from .context import Context
 COUNTS = {'log_config.interval': 1, 'evaluation.interval': 1, 'data.samples_per_gpu': 1, 'data.workers_per_gpu': 0,
           'optimizer_config.cumulative_iters': 1, 'max_epochs': 1, 'runner.max_epochs': 1}
 NUMBERS = ('optimizer.lr', 'optimizer.weight_decay')
+FLAGS = ('allow_tf32', 'cudnn_benchmark', 'deterministic', 'find_unused_parameters', 'image_reduced', 'image_uint8', 'sync_bn')
 COMPRESSIONS = ('fp16', 'bf16')
 
 
@@ -28,6 +29,11 @@ def whole_problem(value: Any, least: int) -> Optional[str]:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         return f'must be a whole number >= {least}, got {value!r}'
     return None
+
+
+def flag_problem(value: Any) -> Optional[str]:
+    """True or false; any other value, 'no' too, would count as true."""
+    return None if isinstance(value, bool) else f'must be true, false or null, got {value!r}'
 
 
 def bucket_problem(value: Any) -> Optional[str]:
@@ -61,7 +67,7 @@ def check_values(c: Context) -> None:
         if problem and not (key == 'runner.max_epochs' and value == c.get('max_epochs')):  # it follows that, which has its error
             c.error(key, problem, {key: least})
     for key, problem_with in (('dist_params.bucket_cap_mb', bucket_problem), ('dist_params.compression', compression_problem),
-                              ('evaluation.thresholds', thresholds_problem)):
+                              ('evaluation.thresholds', thresholds_problem), *((key, flag_problem) for key in FLAGS)):
         problem = problem_with(c.get(key)) if c.get(key) is not None else None
         if problem:
             c.error(key, problem)

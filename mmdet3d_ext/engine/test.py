@@ -14,7 +14,7 @@ import torch
 from ..errors import text_of
 from ..metrics import on_rank_zero
 from . import run_dir as run_dirs
-from .amp import plan_amp
+from .amp import choose_kernels, plan_amp
 from .building import check_whole, running
 from .checkpoint import load_weights, read_checkpoint
 from .evaluate import TASKS, ResultCollector, build_evaluators, evaluate, table, write_metrics
@@ -67,6 +67,7 @@ def test(cfg: Mapping[str, Any], options: Options, device: torch.device) -> Dict
     for note in launch.notes:
         logger.warning(note)
 
+    choose_kernels(cfg)  # as in the evaluations of a training
     seed_all(derive(int(cfg.get('seed') or 0), 0))
     model = make_model(cfg)
     if options.checkpoint == UNTRAINED:

@@ -5,6 +5,7 @@ from testing import REPO
 
 from mmdet3d_ext.checks import check_config
 from mmdet3d_ext.checks.types import runner_problem
+from mmdet3d_ext.checks.values import FLAGS
 from mmdet3d_ext.config import load_config
 from mmdet3d_ext.datasets.nuscenes_dataset import NuScenesDataset
 from mmdet3d_ext.engine import config_check
@@ -25,6 +26,7 @@ REFUSED = [  # words, what the one error says after its place, what it says to w
      'must be a list of probabilities between 0 and 1, got [0.5, 50] (null: 0.35, 0.40, ... 0.65)', {}),
     (['--optimizer_config.grad_clip', '35'], 'must be a mapping such as {max_norm: 35, norm_type: 2} or null, got 35', {}),
     (['--dist_params.bucket_cap_mb', '0'], 'must be a number of MiB > 0 or null, got 0 (25 by default)', {}),
+    *(([f'--{key}', 'maybe'], "must be true, false or null, got 'maybe'", {}) for key in FLAGS),
     (['--dist_params.compression', 'fp8'], "must be fp16 or bf16, or null (gradients as they are), got 'fp8'", {}),
     (['--object_classes', '[car, truk]'], "NuScenesDataset: object_classes holds the unknown class 'truk'; did you mean 'truck'?", {}),
     (['--object_classes', '[car, car]'], "NuScenesDataset: object_classes names a class twice: ['car', 'car']", {}),

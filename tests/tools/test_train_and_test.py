@@ -110,6 +110,7 @@ def test_train_then_test(tmp_path, capsys):
     (['--eval', 'box'], "--eval: unknown 'box'; it takes bbox"), (['--out', 'r.txt'], '--out must end with .pkl'),
     (['--eval', 'map'], "nothing was evaluated: the model's output holds nothing for --eval map"),
     (['--model.width', '9'], 'is of another model: 2 of its 6 tensors'),
+    (['--allow_tf32', 'yes'], "key allow_tf32 must be true, false or null, got 'yes'"),
 ])
 def test_mistakes_in_testing(tmp_path, capsys, words, message):
     config = write_config(tmp_path)

@@ -28,6 +28,14 @@ def fault_record(pytestconfig) -> Callable[..., None]:
     return record
 
 
+@pytest.fixture
+def mounts():
+    """For tests that mount a small disk."""
+    from faulty import may_mount
+    if not may_mount():
+        pytest.skip('needs the right to mount a file system')
+
+
 def table(rows: List[Row]) -> List[str]:
     """The rows as lines of three columns; long cells are wrapped."""
     widths = [max([len(HEAD[i])] + [min(len(row[i]), WIDTHS[i]) for row in rows]) for i in range(3)]

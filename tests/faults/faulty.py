@@ -1,6 +1,7 @@
 """A small training run into which faults are put: model, data, hooks that strike, and forked processes that run it."""
 from __future__ import annotations
 
+import ctypes
 import io
 import logging
 import multiprocessing
@@ -136,6 +137,30 @@ def settings(folder, *overrides, **changes):
     """The configuration of the small run, with whole root keys replaced and words of a command line."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     return load_config(write_config(folder, **{**CHANGES, **changes}), [str(word) for word in overrides])
+
+
+def own_tmpfs(folder, size):
+    """Mount a disk of ``size`` bytes at ``folder``, for this process and its children alone (needs the right to mount)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+
+    def check(result):
+        if result != 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+    check(libc.unshare(0x00020000))  # CLONE_NEWNS
+    check(libc.mount(b'none', b'/', None, 0x4000 | 0x40000, None))  # MS_REC | MS_PRIVATE
+    check(libc.mount(b'tmpfs', os.fsencode(folder), b'tmpfs', 0, f'size={size}'.encode()))
+
+
+def may_mount():
+    pid = os.fork()
+    if pid == 0:
+        try:
+            own_tmpfs('/dev/shm', 2 ** 20)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def free_port():

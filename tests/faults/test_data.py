@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from faulty import CHANGES, DATA, content, run, same_state, screen, settings  # noqa: E402
+from faulty import CHANGES, DATA, content, own_tmpfs, run, same_state, screen, settings  # noqa: E402
 
 PLAIN = {**CHANGES, 'checkpoint_config': {'interval': 1}}
 
@@ -105,33 +105,8 @@ def test_a_worker_dies_of_the_same_sample_again_and_again(tmp_path, fault_record
 
 
 def small_shm(size):
-    """Give this process and its workers a /dev/shm of ``size`` bytes (needs the right to mount)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def check(result):
-        if result != 0:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-    check(libc.unshare(0x00020000))  # CLONE_NEWNS
-    check(libc.mount(b'none', b'/', None, 0x4000 | 0x40000, None))  # MS_REC | MS_PRIVATE
-    check(libc.mount(b'tmpfs', b'/dev/shm', b'tmpfs', 0, f'size={size}'.encode()))
-
-
-def may_mount():
-    pid = os.fork()
-    if pid == 0:
-        try:
-            small_shm(2 ** 20)
-        except OSError:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1] == 0
-
-
-@pytest.fixture
-def mounts():
-    if not may_mount():
-        pytest.skip('needs the right to mount a small /dev/shm')
+    """Give this process and its workers a /dev/shm of ``size`` bytes."""
+    own_tmpfs('/dev/shm', size)
 
 
 def test_a_small_shm_sends_batches_through_files(tmp_path, mounts, fault_record):

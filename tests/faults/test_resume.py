@@ -1,6 +1,8 @@
 """Runs that are killed, asked to stop, or whose files are damaged, go on as if nothing had happened."""
+import contextlib
 import logging
 import os
+import re
 import resource
 import signal
 import sys
@@ -11,7 +13,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from faulty import CHANGES, DATA, content, finish, kill_points, run, same_state, screen, settings, start, tiny, tiny_words  # noqa: E402
+from faulty import (  # noqa: E402
+    CHANGES, DATA, content, finish, kill_points, own_tmpfs, run, same_state, screen, settings, start, tiny, tiny_words,
+)
 
 from mmdet3d_ext.engine.checkpoint import list_checkpoints  # noqa: E402
 
@@ -259,6 +263,43 @@ def test_the_disk_fills_up_within_an_epoch(tmp_path, alone, fault_record):
     assert same_state(content(tmp_path), alone()) and names(tmp_path) == ['epoch_2.pth', 'epoch_3.pth']
     fault_record('disk full for a while', 'an ALARM line per checkpoint that could not be written; training goes on, later ones '
                  'are written', 'nothing while the run lives')
+
+
+@pytest.mark.parametrize('freed', [True, False])
+def test_the_run_folder_s_disk_is_really_full(tmp_path, mounts, fault_record, freed):
+    """Every write on it fails from step 2 of epoch 2 on: checkpoints, logs, metrics; until step 9, or to the end."""
+    from mmcv.runner import HOOKS, Hook
+
+    @HOOKS.register_module(force=True)
+    class FaultyFull(Hook):
+        def before_train_iter(self, runner):
+            fill = tmp_path / 'run' / 'fill'
+            if runner.iter == 14:
+                with contextlib.suppress(OSError), open(fill, 'wb', buffering=0) as stream:
+                    while stream.write(bytes(4096)) == 4096:
+                        pass
+            if runner.iter == 21 and freed:
+                fill.unlink()
+
+        def after_run(self, runner):
+            (tmp_path / 'at_the_end').write_text(' '.join(os.listdir(tmp_path / 'run')))
+
+    (tmp_path / 'run').mkdir()
+    config = settings(tmp_path, *EPOCHS, custom_hooks=[{'type': 'FaultyFull', 'priority': 'LOWEST'}])
+    assert run(tmp_path, config, prepare=lambda rank: own_tmpfs(tmp_path / 'run', 4 * 2 ** 20)) == [0 if freed else 3]
+    text = screen(tmp_path)
+    assert re.search(r'ALARM: cannot write \S+epoch_1_iter_4.pth: No space left on device .*Training goes on; the newest checkpoint is '
+                     r'\S+epoch_1.pth', text)
+    assert re.search(r'ALARM: cannot write the log \S+: No space left on device. It lacks lines from here on', text)
+    there = set((tmp_path / 'at_the_end').read_text().split())
+    if freed:
+        assert {'epoch_2.pth', 'epoch_3.pth'} <= there
+        fault_record('the run folder\'s disk is full for a while', 'ALARM lines for checkpoints and logs; training goes on')
+    else:
+        assert 'epoch_1.pth' in there and 'epoch_3.pth' not in there
+        assert 'ALARM: cannot write the metrics' in text and 'TextLoggerHook cannot write its log' in text
+        fault_record('the run folder\'s disk is full to the end', 'ALARM lines, exit code 3; the last whole checkpoint is kept',
+                     'what was trained since it')
 
 
 def test_killed_between_checkpoint_and_evaluation(tmp_path, alone, fault_record):

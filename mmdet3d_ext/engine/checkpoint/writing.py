@@ -1,6 +1,7 @@
 """Writing: plain content, atomic files, and which checkpoint of a run is the newest whole one."""
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import re
@@ -114,16 +115,24 @@ def _sync_folder(folder: str) -> None:
 
 
 def link_atomic(target: str, link: str) -> None:
-    """Make ``link`` a relative symbolic link to ``target`` (same folder), replacing an older one in one step."""
+    """Make ``link`` a relative symbolic link to ``target`` (same folder), replacing an older one in one step.
+
+    Raises:
+        CheckpointWriteError: if the disk is full; ``link`` is as it was.
+    """
     temporary = f'{link}.tmp-{os.getpid()}'
     try:
         if os.path.lexists(temporary):
             os.unlink(temporary)
-        os.symlink(os.path.basename(target), temporary)
+        try:
+            os.symlink(os.path.basename(target), temporary)
+        except OSError:  # file systems without links: a copy is as good
+            shutil.copyfile(target, temporary)
         os.replace(temporary, link)
-    except OSError:  # file systems without links: a copy is as good
-        shutil.copyfile(target, temporary)
-        os.replace(temporary, link)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise CheckpointWriteError(f'cannot write {link}: {error.strerror or error}') from error
 
 
 def clean_leftovers(folder: str) -> None:

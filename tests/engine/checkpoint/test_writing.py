@@ -1,7 +1,10 @@
 """Writing: plain content, atomic files, the newest whole checkpoint."""
+import errno
 import os
 import resource
+import shutil
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,6 +41,28 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert open(path, 'rb').read() == before and os.listdir(tmp_path) == ['epoch_1.pth']
+
+
+@pytest.mark.parametrize('copies', [True, False])
+def test_a_link_that_cannot_be_made(tmp_path, monkeypatch, copies):
+    """Without links a copy takes the name; on a full disk the old one stays, and the run hears of it as of any checkpoint."""
+    def full(*names, **_):
+        Path(names[-1]).write_bytes(b'half')
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for name in ('epoch_1.pth', 'epoch_2.pth'):
+        (tmp_path / name).write_bytes(name.encode())
+    files.link_atomic(str(tmp_path / 'epoch_1.pth'), str(tmp_path / 'latest.pth'))
+    monkeypatch.setattr(os, 'symlink', full)
+    if copies:
+        files.link_atomic(str(tmp_path / 'epoch_2.pth'), str(tmp_path / 'latest.pth'))
+        assert (tmp_path / 'latest.pth').read_bytes() == b'epoch_2.pth'
+    else:
+        monkeypatch.setattr(shutil, 'copyfile', full)
+        with pytest.raises(CheckpointWriteError, match=r'cannot write .*latest.pth: No space left on device'):
+            files.link_atomic(str(tmp_path / 'epoch_2.pth'), str(tmp_path / 'latest.pth'))
+        assert os.readlink(tmp_path / 'latest.pth') == 'epoch_1.pth'
+    assert sorted(os.listdir(tmp_path)) == ['epoch_1.pth', 'epoch_2.pth', 'latest.pth']
 
 
 def test_link_and_leftovers(tmp_path):

@@ -13,9 +13,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from faulty import (  # noqa: E402
-    CHANGES, DATA, content, finish, kill_points, own_tmpfs, run, same_state, screen, settings, start, tiny, tiny_words,
-)
+from faulty import CHANGES, DATA, content, finish, kill_points, own_tmpfs, run, same_state, screen, settings, start, tiny, tiny_words  # noqa: E402
 
 from mmdet3d_ext.engine.checkpoint import list_checkpoints  # noqa: E402
 

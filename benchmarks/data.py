@@ -287,6 +287,15 @@ def cpu_name() -> str:
         return platform.processor() or platform.machine()
 
 
+def alone() -> None:
+    """Make this process one core's worth of a loader worker, and quiet."""
+    logging.disable(logging.INFO)
+    warnings.filterwarnings('ignore')
+    torch.set_num_threads(1)
+    cv2.setNumThreads(0)
+    keep_freed_memory()  # as a loader worker does; it helps all pipelines here
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--root', type=Path, help='folder of the data; made if it is not there (default: in the temporary folder)')
@@ -301,11 +310,6 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--before', type=Path, help='data.json of an earlier version, to show what the changes gained')
     parser.add_argument('--out', type=Path, help='folder for data.md and data.json')
     options = parser.parse_args(argv)
-    logging.disable(logging.INFO)
-    warnings.filterwarnings('ignore')
-    torch.set_num_threads(1)
-    cv2.setNumThreads(0)
-    keep_freed_memory()  # as a loader worker does; it helps all pipelines here
     root = options.root or Path(tempfile.gettempdir()) / 'mmdet3d_ext-bench-data'
     about = data_files.prepare(root, options.keyframe)
     with torch.no_grad():
@@ -329,4 +333,5 @@ def main(argv: Optional[List[str]] = None) -> int:
 
 
 if __name__ == '__main__':
+    alone()
     sys.exit(main())

@@ -92,10 +92,12 @@ def resample(image: np.ndarray, step: Tuple[float, float], corner: Tuple[int, in
     operator = torch.ops.aten._upsample_bicubic2d_aa
     needed = image[first:last]
     source = torch.from_numpy(needed if needed.flags.writeable else needed.copy()).permute(2, 0, 1)[None]
-    wide = torch.empty((1, last, left + width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
-    operator.out(source, [last - first, left + width], False, None, 1 / step_x, out=wide[:, :, first:])
-    done = operator(wide, [top + height, left + width], False, 1 / step_y, None)
-    return done[0, :, top:, left:].permute(1, 2, 0).numpy()
+    # Where an axis has as many pixels afterwards as before, torch copies it, whatever the scale: then one more is asked for.
+    columns = left + width + (left + width == image.shape[1])
+    wide = torch.empty((1, last, columns, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    operator.out(source, [last - first, columns], False, None, 1 / step_x, out=wide[:, :, first:])
+    done = operator(wide, [top + height + (top + height == last), columns], False, 1 / step_y, None)
+    return done[0, :, top:top + height, left:left + width].permute(1, 2, 0).numpy()
 
 
 def _content(path: str) -> np.ndarray:

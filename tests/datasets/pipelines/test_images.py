@@ -97,6 +97,23 @@ def test_resampling_a_part_is_pillows_to_one_grey_level(seed):
     np.testing.assert_array_equal(resample(source, (width / new[0], height / new[1]), (left, top), size), got)
 
 
+@pytest.mark.parametrize('scale', [1.0, 1.015, 1.05, 1.1, 1.7])
+def test_a_part_that_is_as_large_as_what_it_is_made_from(scale):
+    """torch leaves out the pass along an axis whose length does not change, without a look at the scale that it was given."""
+    source = np.random.default_rng(1).integers(0, 256, (90, 160, 3), dtype=np.uint8)
+    new = int(160 * scale), int(90 * scale)
+    whole = np.asarray(Image.fromarray(source).resize(new, Image.BICUBIC)).astype(int)
+    for left in range(0, 60, 7):  # right edges at the source's width
+        for top in range(0, 60, 9):
+            for height in (1, 7, 90 - top):  # lower edges at the source's, and at every row around what is read
+                part = resample(source, (160 / new[0], 90 / new[1]), (left, top), (160 - left, height))
+                assert np.abs(whole[top:top + height, left:160] - part).max() <= 2, (left, top, height)
+    for top in range(20):
+        for bottom in range(30, 80):
+            part = resample(source, (160 / new[0], 90 / new[1]), (3, top), (5, bottom - top))
+            assert np.abs(whole[top:bottom, 3:8] - part).max() <= 2, (top, bottom)
+
+
 @pytest.mark.parametrize('compat, levels', [(None, 1), ('reference', 0)])
 @pytest.mark.parametrize('scale', [0.2, 0.44, 0.9])
 def test_the_augmentation_is_pillows_resize_crop_flip_and_rotate(scale, compat, levels):

@@ -179,8 +179,9 @@ def _check_weights(options: argparse.Namespace) -> None:
     named = [('--load_from', path) for path in ([load] if os.path.exists(load) else load.strip('[]').split(',')) if path]
     named += [('--resume_from', options.resume_from)] if options.resume_from not in (None, 'auto') else []
     for option, path in named:
-        if not os.path.isfile(os.path.expanduser(path.strip())):
-            raise LaunchToolError(f'{option} {path.strip()}: there is no such file')
+        path = path.strip().strip('\'"')  # as engine/checkpoint's path_list reads it
+        if not os.path.isfile(os.path.expanduser(path)):
+            raise LaunchToolError(f'{option} {path}: there is no such file')
 
 
 def _check_folder(run_dir: str, fresh: bool, resumes: bool) -> None:

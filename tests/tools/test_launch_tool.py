@@ -221,7 +221,8 @@ def test_start_looks_at_files_and_folders_before_it_examines_the_machine(tmp_pat
             # to root /proc looks as if it could be written
             ([config, '--run-dir', '/proc/x', '--skip-checks'], '/proc/x cannot be the run folder: '),
             ([config, '--load_from', 'none.pth'], '--load_from none.pth: there is no such file'),
-            ([config, '--load_from', 'file,none.pth'], '--load_from none.pth'), ([config, '--gpus', 'a,b'], "'a' is none"),
+            ([config, '--load_from', 'file,none.pth'], '--load_from none.pth'),
+            ([config, '--load_from', '[\'file\', "none.pth"]'], '--load_from none.pth'), ([config, '--gpus', 'a,b'], "'a' is none"),
             ([config, '--resume_from', 'none.pth'], '--resume_from none.pth: there is no such file')]:
         done = run_tool('start', *words, cwd=tmp_path)
         assert done.returncode == 2 and text in done.stderr and len(done.stderr.splitlines()) == 1, (words, done)

@@ -200,10 +200,10 @@ class StepModel(nn.Module):
         self.find_unused_parameters = find_unused_parameters
         forward = _TrainForward(module, device, amp_dtype)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            buckets = {} if bucket_cap_mb == BUCKET_MB else {'bucket_cap_mb': bucket_cap_mb}
             forward = DistributedDataParallel(forward, device_ids=[device.index] if device.type == 'cuda' else None,
                                               broadcast_buffers=False, find_unused_parameters=find_unused_parameters,
-                                              gradient_as_bucket_view=True,
-                                              bucket_cap_mb=None if bucket_cap_mb == BUCKET_MB else bucket_cap_mb)
+                                              gradient_as_bucket_view=True, **buckets)
             if compression is not None:
                 forward.register_comm_hook(None, COMPRESSION[compression])
         # In a tuple, so that the parameters are not registered a second time under another name.

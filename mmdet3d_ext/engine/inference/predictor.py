@@ -39,6 +39,7 @@ class Predictor:
         self.device, self.dtype = device, dtype
         self._transforms = [module for module in self.model.modules() if isinstance(module, BaseTransform)]
         self._extra = _extra(model)
+        self._stored = False
 
     def __call__(self, batch: Mapping[str, Any]) -> List[Dict[str, Any]]:
         """The model's predictions, on the CPU. ``batch``: what the loader gives, or ``model(**batch)`` takes."""
@@ -74,6 +75,8 @@ class Predictor:
 
     def fold(self, batch: Mapping[str, Any]) -> FoldReport:
         """See :func:`~.fold.fold_batch_norms`; in float32 whatever the predictor's type is. Before the weights are stored."""
+        if self._stored:
+            raise ValueError(f'fold: weights are stored in {self.dtype} already, and folding computes in float32; fold first')
         return fold_model(self.model, batch, self.device)
 
     def keep_geometry(self, rigs: int = RIGS) -> None:
@@ -85,7 +88,9 @@ class Predictor:
         """See :func:`~.weights.store_cast_weights`."""
         if self.dtype is None:
             raise ValueError('store_weights: a predictor in float32 casts no weights')
-        return store_cast_weights(self.model, lambda: self(batch), self.dtype, _parts(self.model))
+        report = store_cast_weights(self.model, lambda: self(batch), self.dtype, _parts(self.model))
+        self._stored = True
+        return report
 
     def channels_last(self) -> None:
         """Convolutions' kernels in channels-last order: what GPUs' half-precision units work in."""

@@ -103,6 +103,8 @@ def test_stored_weights_give_what_autocast_gives(head, monkeypatch):
     norms = {f'{name}.{key}' for name, m in ready.model.named_modules() if isinstance(m, _BatchNorm) for key in ('weight', 'bias')}
     assert norms <= in_float32 and all(name in in_float32 for name in types if name.startswith('encoders.lidar.'))
     assert all(name in in_float32 for name in types if 'posembed' in name), 'positions are embedded in float32'
+    with pytest.raises(ValueError, match='weights are stored in torch.bfloat16 already, and folding computes in float32; fold first'):
+        ready.fold(x)
     with pytest.raises(ValueError, match='float32 casts no weights'):
         plain.dtype = None
         plain.store_weights(x)

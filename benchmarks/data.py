@@ -310,6 +310,8 @@ def main(argv: Optional[List[str]] = None) -> int:
     parser.add_argument('--before', type=Path, help='data.json of an earlier version, to show what the changes gained')
     parser.add_argument('--out', type=Path, help='folder for data.md and data.json')
     options = parser.parse_args(argv)
+    if min(options.rounds, *options.cells) < 1:
+        parser.error('--rounds and --cells must be at least 1')
     root = options.root or Path(tempfile.gettempdir()) / 'mmdet3d_ext-bench-data'
     about = data_files.prepare(root, options.keyframe)
     with torch.no_grad():

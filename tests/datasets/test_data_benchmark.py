@@ -124,3 +124,11 @@ def test_the_run_and_its_page(benchmark, root, tmp_path, monkeypatch, capsys):
     assert [(row['name'], row['cells']) for row in result['rows']] == [(name, 50) for name in (benchmark.PEER, 'ours', 'ours, uint8')]
     page = (tmp_path / 'data.md').read_text()
     assert '| images: decode |' in page and '| 13, 50 |' in page and 'Test data' in page and page.strip() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('words', [['--rounds', '0'], ['--cells', '400', '0']])
+def test_counts_of_nothing_are_refused_before_the_data_is_made(benchmark, tmp_path, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(['--root', str(tmp_path / 'data'), *words])
+    assert ended.value.code == 2 and '--rounds and --cells must be at least 1' in capsys.readouterr().err
+    assert not (tmp_path / 'data').exists()

@@ -50,6 +50,15 @@ def centerpoint():
     return model, [{key: value[rank:rank + 1] for key, value in whole.items()} for rank in range(2)]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """As in the ranks: with another number of threads sums are made in another order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def exchanged_gradients(model, parts, tmp_path):
     def work(rank):
         own = copy.deepcopy(model).train()

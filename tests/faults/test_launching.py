@@ -40,13 +40,13 @@ class Runs:
     def state(self, name='run'):
         return state.read(str(self.folder / name))
 
-    def until(self, phase, name='run', seconds=40):
+    def until(self, phase, name='run', seconds=120):
         assert wait_until(lambda: self.state(name).phase == phase, seconds), self.state(name)
         return self.state(name)
 
     def until_training(self, name='run', ranks=2):
         """Signals are heard from here on."""
-        assert wait_until(lambda: all((self.folder / name / f'seen_{rank}.json').exists() for rank in range(ranks)), 30)
+        assert wait_until(lambda: all((self.folder / name / f'seen_{rank}.json').exists() for rank in range(ranks)), 90)
 
     def weight(self, name='run'):
         newest = max((self.folder / name).glob('iter_*.pth'), key=lambda path: int(path.stem.split('_')[1]))

@@ -267,6 +267,7 @@ def test_a_supervisor_that_is_killed_while_it_stops_the_run(runs):
 def test_stop_now_without_a_supervisor(runs):
     runs.start(steps=10000, every=5)
     runs.until_training()
+    assert wait_until(lambda: any((runs.folder / 'run').glob('iter_*.pth')), 60)
     kill_supervisor(runs)
     done = runs.tool('stop', 'run', '--now')
     assert done.returncode == 0 and done.stdout.startswith('stopped: stopped without a last checkpoint; the newest checkpoint is'), done

@@ -384,9 +384,7 @@ def main(argv: Optional[List[str]] = None) -> int:
                     epochs = rows.fitted[set_of_rows] = fit(form, planned(1), arguments, deadline)
                     rows.write()
                 train(planned(epochs), form, arguments, epochs, rows, deadline)
-        except OutOfTime:
-            code = STOPPED
-        except KeyboardInterrupt:
+        except (OutOfTime, KeyboardInterrupt):
             code = STOPPED
         except RuntimeError as error:
             print(f'ablation: {error}', file=sys.stderr)

@@ -186,9 +186,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             # Stages follow each other, so the cores are one training's at a time.
             Pool(arguments.work, ['--dataset_root', f'{arguments.data}/'], 1, arguments.cores, deadline, arguments.script,
                  arguments.last_start).run(trainings)
-        except OutOfTime:
-            code = STOPPED
-        except KeyboardInterrupt:
+        except (OutOfTime, KeyboardInterrupt):
             code = STOPPED
         except RuntimeError as error:
             print(f'stages: {error}', file=sys.stderr)

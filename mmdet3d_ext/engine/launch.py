@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from ..errors import RankZeroError, output_gone
 from .log_files import LogFile, OwnWarnings, is_own_warning
-from .rank_watch import GRACE, STALL_TIMEOUT, RankWatch, Report, report_early, screen_is_shown, show_crashes
+from .rank_watch import GRACE, STALL_TIMEOUT, RankWatch, Report, connect, report_early, screen_is_shown, show_crashes, wait_until_read
 
 LOGGER_NAME = 'mmdet3d'  # the name in every log line that users' scripts look for
 PACKAGE_LOGGER = 'mmdet3d_ext'  # of the package's parts below the engine
@@ -222,9 +222,7 @@ def start(launch: Optional[Launch] = None, backend: Optional[str] = None, start_
     launch = _with_device_notes(launch, gpus)
     _limit_threads(launch)
     if launch.world_size > 1 and not dist.is_initialized():
-        _watch = RankWatch(launch, _emit, lambda: _log_file, stall_timeout)
-        _join(launch, backend, start_timeout, collective_timeout)
-        _watch.met.set()
+        _join(launch, backend, start_timeout, collective_timeout, stall_timeout)
     _current = launch
     return launch, device
 
@@ -265,19 +263,22 @@ def _limit_threads(launch: Launch) -> None:
         torch.set_num_threads(threads)
 
 
-def _join(launch: Launch, backend: str, start_timeout: float, collective_timeout: float) -> None:
-    from torch.distributed.rendezvous import rendezvous
+def _join(launch: Launch, backend: str, start_timeout: float, collective_timeout: float, stall_timeout: float) -> None:
+    global _watch
+    # For torch and for libraries. Before the first other thread: a library that reads the environment in C while Python writes
+    # it can crash.
     os.environ.update(RANK=str(launch.rank), WORLD_SIZE=str(launch.world_size), LOCAL_RANK=str(launch.local_rank),
                       MASTER_ADDR=str(launch.master_addr), MASTER_PORT=str(launch.master_port))
     begin = time.monotonic()
     try:
-        store, rank, world = next(iter(rendezvous('env://', launch.rank, launch.world_size,
-                                                  timeout=datetime.timedelta(seconds=start_timeout))))
+        store = _store(launch, start_timeout)
+        _watch = RankWatch(launch, connect(launch.master_addr, launch.master_port, start_timeout), _emit, lambda: _log_file,
+                           stall_timeout)
         # Every rank has to be here before the long timeout of the collectives begins to count.
         store.add('mmdet3d_ext/arrived', 1)
-        while int(store.add('mmdet3d_ext/arrived', 0)) < world:
+        while int(store.add('mmdet3d_ext/arrived', 0)) < launch.world_size:
             if time.monotonic() - begin > start_timeout:
-                raise TimeoutError(f'{store.add("mmdet3d_ext/arrived", 0)} of {world} ranks arrived')
+                raise TimeoutError(f'{store.add("mmdet3d_ext/arrived", 0)} of {launch.world_size} ranks arrived')
             time.sleep(0.02)
     except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError is a RuntimeError
         hint = ('; was this started by srun, one task per rank?' if launch.launcher == 'slurm' else
@@ -288,8 +289,18 @@ def _join(launch: Launch, backend: str, start_timeout: float, collective_timeout
     kwargs = {}
     if backend == 'nccl':
         kwargs['device_id'] = torch.device('cuda', torch.cuda.current_device())
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world,
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size,
                             timeout=datetime.timedelta(seconds=collective_timeout), **kwargs)
+    _watch.met.set()
+
+
+def _store(launch: Launch, timeout: float) -> dist.Store:
+    """Where the ranks meet. Rank 0 opens it and does not wait in there, so that its watch can read what another rank reports
+    meanwhile; torchrun's agent has opened one before the ranks, and keeps it over its restarts."""
+    opened = os.environ.get('TORCHELASTIC_USE_AGENT_STORE') == 'True'
+    store = dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, is_master=launch.is_master and not opened,
+                          timeout=datetime.timedelta(seconds=timeout), wait_for_workers=False, multi_tenant=True)
+    return dist.PrefixStore(f'/worker/attempt_{os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")}', store) if opened else store
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -438,7 +449,11 @@ def _fail(text: str, error: BaseException, code: int, clean: bool = False, follo
         where = f'; its traceback is in {_log_file}' if _log_file else ''
         _watch.report(_reported(_watch.launch, text, error, where))
         _watch.close()
-        time.sleep(GRACE)  # let the others read the report before the launcher kills them
+        # Let the others read the report before the launcher kills them.
+        if _watch.launch.is_master:
+            time.sleep(GRACE)
+        else:
+            wait_until_read(_watch.store)
     _exit(code)  # no destructor may wait for a collective that the other ranks never join
     return code
 
@@ -456,8 +471,7 @@ def _report_before_the_meeting(text: str, error: BaseException, timeout: float) 
     except LaunchError:
         return
     if launch.world_size > 1 and not launch.is_master:
-        if report_early(launch.master_addr, launch.master_port, _reported(launch, text, error), timeout):
-            time.sleep(GRACE)
+        report_early(launch.master_addr, launch.master_port, _reported(launch, text, error), timeout)
 
 
 def stop() -> bool:

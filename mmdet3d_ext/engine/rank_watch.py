@@ -30,6 +30,7 @@ from typing import IO, Any, Callable, Dict, List, Optional, Tuple
 import torch.distributed as dist
 
 GRACE = 2.5  # seconds that a failing rank waits for the others to read why, before it ends
+READ_TIMEOUT = 12.0  # seconds at most until rank 0 has read it: its store looks names up, and a lost answer costs 5 s each time
 INTERVAL = 1.0  # seconds between two looks
 STALL_TIMEOUT = 300.0  # seconds at one place before the stacks are shown; the longest steps known take a tenth of it
 CRASH_BYTES = 1 << 16  # end of a log in which the stack of a crash is looked for
@@ -86,12 +87,22 @@ class Report:
 
 
 def report_early(address: str, port: int, report: Report, timeout: float = 20.0) -> bool:
-    """Tell rank 0 of a failure before the ranks have met; returns whether it could be told."""
+    """Tell rank 0 of a failure before the ranks have met, and wait until it has read that; returns whether it could be told."""
     try:
-        connect(address, port, timeout).compare_set(key('abort'), '', report.encoded())
-        return True
+        store = connect(address, port, timeout)
+        store.compare_set(key('abort'), '', report.encoded())
     except Exception:
         return False
+    wait_until_read(store)
+    return True
+
+
+def wait_until_read(store: dist.TCPStore, timeout: float = READ_TIMEOUT) -> None:
+    """Wait until rank 0 has shown a report, or has ended: a launcher ends it as soon as the rank that failed has ended."""
+    deadline = time.monotonic() + timeout
+    with contextlib.suppress(Exception):
+        while not store.check([key('read')]) and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 # ---------------------------------------------------------------------------------------------------------- processes
@@ -174,25 +185,27 @@ def all_stacks() -> str:
 # -------------------------------------------------------------------------------------------------------------- watch
 
 class RankWatch(threading.Thread):
-    """The thread. It begins while the ranks still meet, and connects as soon as the store is there.
+    """The thread. It begins while the ranks still meet.
 
     Args:
         launch: this rank's :class:`.launch.Launch`.
+        store: a connection of the thread's own (:func:`connect`), made before it starts: to connect reads the environment in
+            C code, which the main thread must not write meanwhile.
         emit: ``emit(text, screen)`` writes to the rank's log file and, if ``screen``, to stderr.
         log: the rank's log file, None before there is one.
         stall_timeout: seconds at one place before all ranks show their stacks; again after twice, four times ... as long.
         interval: seconds between two looks.
     """
 
-    def __init__(self, launch: Any, emit: Callable[..., None], log: Callable[[], Optional[str]] = lambda: None,
-                 stall_timeout: float = STALL_TIMEOUT, interval: float = INTERVAL):
+    def __init__(self, launch: Any, store: dist.TCPStore, emit: Callable[..., None],
+                 log: Callable[[], Optional[str]] = lambda: None, stall_timeout: float = STALL_TIMEOUT,
+                 interval: float = INTERVAL):
         super().__init__(name='rank-watch', daemon=True)
-        self.launch, self.emit, self.log = launch, emit, log
+        self.launch, self.store, self.emit, self.log = launch, store, emit, log
         self.stall_timeout, self.interval = stall_timeout, interval
         self.stopped = threading.Event()
         self.met = threading.Event()  # all ranks are in the process group
         self.told: Optional[str] = None
-        self.store: Optional[dist.TCPStore] = None
         self.own = place()
         self.peers: Dict[int, Optional[Dict[str, Any]]] = {}
         self.since, self.last = time.monotonic(), None
@@ -202,10 +215,11 @@ class RankWatch(threading.Thread):
         self.start()
 
     def report(self, report: Report) -> None:
-        """Tell the other ranks why this one ends; the first report of a job stands."""
+        """Tell the other ranks why this one ends; the first report of a job stands. By rank 0: it has been shown."""
         with contextlib.suppress(Exception):  # the store's host is gone: the other ranks notice by themselves
-            (self.store or connect(self.launch.master_addr, self.launch.master_port, 5.0)).compare_set(
-                key('abort'), '', report.encoded())
+            self.store.compare_set(key('abort'), '', report.encoded())
+            if self.launch.is_master:
+                self.store.set(key('read'), '1')
 
     def close(self) -> None:
         """Called by the main thread at the end, between two barriers: from here on nothing is missed any more."""
@@ -215,14 +229,15 @@ class RankWatch(threading.Thread):
         faulthandler.cancel_dump_traceback_later()
 
     def run(self) -> None:
+        told = False  # the others where this process is
         while not self.stopped.is_set():
             try:
-                if self.store is None:
-                    self.store = connect(self.launch.master_addr, self.launch.master_port, 5.0)
+                if not told:
                     self.store.set(key('place', self.launch.rank), json.dumps(self.own))
+                    told = True
                 self._look()
-            except Exception:  # not there yet, or gone
-                if self.store is not None and self.met.is_set() and not self._still_there():
+            except Exception:  # gone
+                if self.met.is_set() and not self._still_there():
                     return
             self.stopped.wait(self.interval)
 
@@ -283,11 +298,11 @@ class RankWatch(threading.Thread):
         if self.stopped.is_set() or report.rank == self.launch.rank:
             return
         self.told = report.text
-        self.report(report)  # for ranks of other machines, if this rank found it out
         # The rank that failed shows its error itself; one line for the whole job is enough beside it.
         self.emit(f'[rank {self.launch.rank}] stops, because {report.text}', screen=self.launch.is_master)
         if self.launch.is_master and report.details:
             self.emit(report.details)
+        self.report(report)  # for ranks of other machines, if this rank found it out
         time.sleep(GRACE + 3 * self.interval)  # the rank that failed ends first, so that launchers name it
         os._exit(1)
 

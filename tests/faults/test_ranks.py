@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -66,10 +67,10 @@ def rank_log(run, rank):
 @pytest.mark.parametrize('launcher', ['torchpack', 'torchrun'])
 def test_a_rank_that_raises(tmp_path, launcher, fault_record):
     ended = start(launcher, 'raise', tmp_path)
-    assert ended.code != 0 and ended.seconds < LIMIT
+    assert ended.code != 0 and ended.seconds < LIMIT, ended.screen
     for line in ('Traceback (most recent call last)', 'ZeroDivisionError: in the second rank', 'rank_toy.py'):
         assert f'[rank 1] {line}' in ended.screen or line in ended.screen
-    assert '[rank 1] ZeroDivisionError: in the second rank' in ended.screen
+    assert '[rank 1] ZeroDivisionError: in the second rank' in ended.screen, ended.screen
     assert 'ZeroDivisionError: in the second rank' in rank_log(tmp_path, 1)
     assert 'sums to' not in ended.screen  # rank 0 did not go on
     fault_record(f'rank 1 raises ({launcher})', 'job ended, traceback on the screen and in the log of rank 1', 'nothing: resume')
@@ -79,7 +80,7 @@ def test_a_rank_that_raises(tmp_path, launcher, fault_record):
 def test_without_the_help_of_a_launcher(tmp_path, mode, fault_record):
     """srun without --kill-on-bad-exit: rank 0 would wait in its collective for half an hour."""
     ended = start('none', mode, tmp_path)
-    assert ended.seconds < LIMIT
+    assert ended.seconds < LIMIT, ended.screen
     if mode == 'raise':
         assert ended.code == [1, 1] and '[rank 0] stops, because rank 1 on ' in ended.screen
         assert ended.screen.count('Traceback') == 1
@@ -93,24 +94,24 @@ def test_without_the_help_of_a_launcher(tmp_path, mode, fault_record):
 
 def test_a_crash_in_a_library(tmp_path, fault_record):
     ended = start('torchpack', 'crash', tmp_path)
-    assert ended.code != 0 and ended.seconds < LIMIT
+    assert ended.code != 0 and ended.seconds < LIMIT, ended.screen
     assert 'Fatal Python error: Segmentation fault' in rank_log(tmp_path, 1) and 'string_at' in rank_log(tmp_path, 1)
     fault_record('rank 1 crashes in a library (SIGSEGV)', 'its Python stack is in its log; the job ends', 'nothing: resume')
 
 
 def test_an_error_before_the_ranks_have_met(tmp_path, fault_record):
     ended = start('torchpack', 'early', tmp_path)
-    assert ended.code != 0 and ended.seconds < LIMIT
+    assert ended.code != 0 and ended.seconds < LIMIT, ended.screen
     assert 'rank 1 on ' in ended.screen and 'ZeroDivisionError: before the ranks have met' in ended.screen
-    assert '[rank 1] Traceback' in ended.screen
+    assert '[rank 1] Traceback' in ended.screen, ended.screen
     fault_record('rank 1 raises while it starts, its screen is hidden', 'rank 0 shows the traceback and ends', 'nothing')
 
 
 def test_a_mistake_that_only_one_rank_makes(tmp_path, fault_record):
     """Ranks other than a machine's first leave it to that one to speak; here it has nothing to say."""
     ended = start('torchpack', 'mistake', tmp_path)
-    assert ended.code != 0 and ended.seconds < LIMIT
-    assert 'UserError: key a.b: only this machine lacks the file' in ended.screen
+    assert ended.code != 0 and ended.seconds < LIMIT, ended.screen
+    assert 'UserError: key a.b: only this machine lacks the file' in ended.screen, ended.screen
     fault_record('a mistake that only rank 1 makes', 'rank 0 shows it and ends', 'nothing')
 
 
@@ -190,9 +191,63 @@ def test_a_standstill_is_shown_anew_after_progress(monkeypatch):
 
 def test_the_first_report_stands(tmp_path):
     store = dist.TCPStore('127.0.0.1', free_port(), is_master=True, wait_for_workers=False)
+    store.set(rank_watch.key('read'), '1')
     for rank, text in ((1, 'first'), (0, 'second')):
         assert rank_watch.report_early('127.0.0.1', store.port, rank_watch.Report(rank, text, 'Traceback'))
     assert rank_watch.Report.decoded(store.get(rank_watch.key('abort'))) == rank_watch.Report(1, 'first', 'Traceback')
+
+
+def test_the_failing_rank_stays_until_rank_0_has_read_why():
+    """A lost answer of a name server keeps rank 0's store for 5 s; the launcher kills rank 0 when rank 1 has ended."""
+    store = dist.TCPStore('127.0.0.1', free_port(), is_master=True, wait_for_workers=False)
+    begin = time.monotonic()
+    reader = threading.Timer(2 * rank_watch.GRACE, store.set, (rank_watch.key('read'), '1'))
+    reader.start()
+    rank_watch.wait_until_read(rank_watch.connect('127.0.0.1', store.port, 30.0))
+    assert time.monotonic() - begin > 2 * rank_watch.GRACE - 0.1 and reader.finished.is_set()
+
+    unread = dist.TCPStore('127.0.0.1', free_port(), is_master=True, wait_for_workers=False)
+    begin = time.monotonic()
+    rank_watch.wait_until_read(unread, timeout=0.5)
+    assert 0.4 < time.monotonic() - begin < 5  # nobody reads: not forever
+
+    class Gone:
+        def check(self, keys):
+            raise RuntimeError('connection closed')
+
+    begin = time.monotonic()
+    rank_watch.wait_until_read(Gone())
+    assert time.monotonic() - begin < 1  # rank 0 has ended
+
+
+def test_the_environment_stands_before_another_thread_starts(monkeypatch):
+    """To connect reads the environment in C; a main thread that writes it meanwhile can crash the process."""
+    seen = []
+
+    class Watch:
+        interval = 1.0
+
+        def __init__(self, *args):
+            seen.append(dict(os.environ))
+            self.met = threading.Event()
+
+    def connected(*args):
+        seen.append(dict(os.environ))
+
+    place = launch.Launch('mpi', 0, 2, 0, 2, '127.0.0.1', free_port())
+    for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_ADDR', 'MASTER_PORT', 'OMP_NUM_THREADS'):
+        monkeypatch.setenv(name, '')
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(launch, 'RankWatch', Watch)
+    monkeypatch.setattr(launch, 'connect', connected)
+    monkeypatch.setattr(launch, '_store', lambda *args: type('Store', (), {'add': lambda self, name, n: 2})())
+    monkeypatch.setattr(launch.dist, 'init_process_group', lambda *args, **kwargs: connected())
+    monkeypatch.setattr(launch, '_limit_threads', lambda *args: None)
+    monkeypatch.setattr(launch, '_watch', None)
+    monkeypatch.setattr(launch, '_current', None)
+    launch.start(place)
+    assert len(seen) == 3 and seen[0] == seen[1] == seen[2] == dict(os.environ)
+    assert seen[0]['RANK'] == '0' and seen[0]['MASTER_PORT'] == str(place.master_port)
 
 
 @pytest.mark.parametrize('target, shown', [('null', False), ('file', False), ('pipe', True)])

@@ -94,6 +94,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     resume = options.resume_from or cfg.get('resume_from') or ('auto' if cfg.get('auto_resume') else None)
     folder = options.run_dir or cfg.get('run_dir') or cfg.get('work_dir') or run_dirs.default_run_dir(cfg)
     resume, broken = _find_resume(resume, folder)
+    load_from = on_rank_zero(lambda: path_list(options.load_from or cfg.get('load_from')))  # before files are moved
     folder, stamp, moved = run_dirs.prepare(folder, cfg, resuming=bool(resume))
     logger = make_logger(folder, stamp, launch, cfg.get('log_level'))
     attach_rank_log(folder, stamp)
@@ -131,7 +132,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     model, sharing = use_sync_bn(cfg, model, device)
     check_norm_layers(cfg, model.train(), sharing * cfg['data']['samples_per_gpu'], logger)
     logger.info('Model:\n%s\n%s', model, count_parameters(model))
-    load_from = path_list(options.load_from or cfg.get('load_from'))
+    load_from = [run_dirs.moved_to(path, folder, moved) for path in load_from]
     loaded = []
     if load_from and not resume:
         loaded = load_files(model, load_from, logger, options.allow_unsafe_checkpoint, allow_partial=options.allow_partial_checkpoint,

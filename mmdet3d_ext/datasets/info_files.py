@@ -98,14 +98,19 @@ def load_info_file(path: PathLike, box_convention: Optional[str] = None, root: O
         infos, metadata = convert_data_list(data, path)
         notes.append('mmdet3d >= 1.1 form (data_list, metainfo)')
     elif isinstance(data, Mapping) and 'infos' in data:
-        infos, metadata = list(data['infos']), dict(data.get('metadata') or {})
+        infos, metadata = list(data['infos'] or ()), data.get('metadata') or {}
     elif isinstance(data, list) and all(isinstance(info, Mapping) and 'token' in info for info in data):
         infos, metadata = list(data), {}
     else:
         keys = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
         raise InfoFileError(f'info file {path}: expected {{infos, metadata}} or {{data_list, metainfo}}, found {keys}')
 
+    if not isinstance(metadata, Mapping) or not all(isinstance(info, Mapping) for info in infos):
+        raise InfoFileError(f'info file {path}: every sample of infos and the metadata must be mappings. Make it anew with '
+                            'tools/create_data.py')
+    metadata, infos = dict(metadata), [{key: value for key, value in info.items() if value is not None} for info in infos]
     check_boxes(infos, path)
+    infos = [_seven_columns(info) for info in infos]
     newer = metadata.get('info_format')
     if isinstance(newer, int) and newer > FORMAT_VERSION:
         raise InfoFileError(f'info file {path} has format {newer}, this version reads up to {FORMAT_VERSION}: update '
@@ -221,6 +226,12 @@ def _decide_convention(infos: Sequence[Mapping[str, Any]], metadata: Mapping[str
                         f'tools/create_data.py, or set box_convention to one of {known}')
 
 
+def _seven_columns(info: Dict[str, Any]) -> Dict[str, Any]:
+    """Some files keep the velocity in ``gt_boxes``, too; it is read from ``gt_velocity``."""
+    boxes = np.shape(info.get('gt_boxes', ()))
+    return info if boxes[1:] == (7,) or not boxes[0] else dict(info, gt_boxes=np.asarray(info['gt_boxes'])[:, :7])
+
+
 def _converted(info: Mapping[str, Any]) -> Dict[str, Any]:
     info = dict(info)
     if len(info.get('gt_boxes', ())):
@@ -259,9 +270,9 @@ def check_boxes(infos: Sequence[Mapping[str, Any]], path: PathLike) -> None:
             raise InfoFileError(f'{where}gt_boxes must be (n, 7): x, y, z, l, w, h, yaw; its shape is {boxes}. '
                                 f'{_remedy("gt_boxes", Path(path))}')
         for name in ANNOTATION_FIELDS:
-            if name in info and len(info[name]) != boxes[0]:
-                raise InfoFileError(f'{where}{name} has {len(info[name])} entries for {boxes[0]} boxes. '
-                                    f'{_remedy(name, Path(path))}')
+            if name in info and np.shape(info[name])[:1] != boxes[:1]:
+                raise InfoFileError(f'{where}{name} has {"x".join(map(str, np.shape(info[name]))) or "no"} entries for {boxes[0]} '
+                                    f'boxes. {_remedy(name, Path(path))}')
 
 
 def check_cameras(infos: Sequence[Mapping[str, Any]], path: PathLike, cameras: Sequence[str] = CAMERAS,

@@ -71,6 +71,10 @@ def check_values(c: Context) -> None:
         problem = problem_with(c.get(key)) if c.get(key) is not None else None
         if problem:
             c.error(key, problem)
+    samples = c.get('data.train_dataloader.samples_per_gpu')
+    if samples is not None and samples != c.get('data.samples_per_gpu'):
+        c.error('data.train_dataloader.samples_per_gpu', f'is {samples!r}, data.samples_per_gpu is {c.get("data.samples_per_gpu")!r}: the '
+                'learning rate, the memory plan and the monitor go by that one', {'data.samples_per_gpu': samples})
     clip = c.get('optimizer_config.grad_clip')
     if clip is not None and not isinstance(clip, Mapping):
         c.error('optimizer_config.grad_clip', f'must be a mapping such as {{max_norm: 35, norm_type: 2}} or null, got {clip!r}')

@@ -121,7 +121,8 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
             logger.warning('%s', finding)
 
     loader = make_loader(cfg, cfg['data']['train'], seed, train=True)
-    val = cfg['data'].get('val') if options.validate else None
+    evaluated = options.validate and cfg.get('evaluation', True) is not None  # null switches a part off
+    val = cfg['data'].get('val') if evaluated else None
     val_loader = make_loader(cfg, val, seed, train=False) if val else None
     model = make_model(cfg)
     check_object_labels(model, loader.dataset)
@@ -357,7 +358,9 @@ def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: 
 def _register_loggers(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], iterations: int) -> None:
     """mmcv's loggers; they write nothing in an epoch that is shorter than their interval, so that is shortened to the epoch."""
     settings = run_dirs.to_plain(cfg.get('log_config'))
-    if settings and settings.get('interval', 10) > iterations:
+    if settings:
+        settings['interval'] = settings.get('interval') or 10  # mmcv's default
+    if settings and settings['interval'] > iterations:
         runner.logger.warning('log_config.interval is %d, an epoch has %d iterations: one line per epoch', settings['interval'],
                               iterations)
         settings['interval'] = iterations

@@ -25,6 +25,8 @@ REFUSED = [  # words, what the one error says after its place, what it says to w
     (['--evaluation.thresholds', '[0.5, 50]'],
      'must be a list of probabilities between 0 and 1, got [0.5, 50] (null: 0.35, 0.40, ... 0.65)', {}),
     (['--optimizer_config.grad_clip', '35'], 'must be a mapping such as {max_norm: 35, norm_type: 2} or null, got 35', {}),
+    (['--data.train_dataloader.samples_per_gpu', '7'], 'is 7, data.samples_per_gpu is 2: the learning rate, the memory plan and the '
+     'monitor go by that one', {'data.samples_per_gpu': 7}),
     (['--dist_params.bucket_cap_mb', '0'], 'must be a number of MiB > 0 or null, got 0 (25 by default)', {}),
     *(([f'--{key}', 'maybe'], "must be true, false or null, got 'maybe'", {}) for key in FLAGS),
     (['--dist_params.compression', 'fp8'], "must be fp16 or bf16, or null (gradients as they are), got 'fp8'", {}),

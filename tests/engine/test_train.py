@@ -216,6 +216,24 @@ def test_any_name_of_a_run_folder(tmp_path):
     assert [sorted(path.name for path in place.glob('epoch_*')) for place in places] == [['epoch_1.pth'], ['epoch_2.pth', 'epoch_3.pth']]
 
 
+def test_null_switches_a_part_off(tmp_path):
+    run(tmp_path, '--max_epochs', 2, '--checkpoint_config.max_keep_ckpts', 'null', '--log_config.interval', 'null', '--evaluation', 'null',
+        '--optimizer_config.grad_clip', 'null', '--ema', '{decay: 0.9, warm_up: null}')
+    assert sorted(path.name for path in (tmp_path / 'run').glob('epoch_*')) == ['epoch_1.pth', 'epoch_2.pth']
+    assert 'Epoch(val)' not in log_text(tmp_path) and not (tmp_path / 'run' / 'metrics.json').exists()
+
+
+@pytest.mark.parametrize('key, value', [
+    ('optimizer_config.grad_clip.max_norm', 'null'), ('optimizer_config.grad_clip.max_norm', -35),
+    ('optimizer_config.grad_clip.norm_type', 0), ('evaluation.start', 'late'), ('ema', '{warm_up: -1}'),
+    ('checkpoint_config.max_keep_ckpts', 'few'),
+])
+def test_values_that_would_end_or_turn_the_run_later_are_refused_before_it(tmp_path, key, value):
+    with pytest.raises(UserError, match=rf'{key.replace("ema", "ema.warm_up")} must be a .*number'):
+        run(tmp_path, f'--{key}', value)
+    assert not (tmp_path / 'run' / 'epoch_1.pth').exists()
+
+
 def test_default_folder_names_code_and_configuration(tmp_path, monkeypatch):
     from mmdet3d_ext.engine import run_dir
     config = load_config(write_config(tmp_path))

@@ -64,6 +64,9 @@ class GuardedOptimizerHook(Hook):
         unknown = set(grad_clip or {}) - {'max_norm', 'norm_type'}
         if unknown:
             raise ValueError(f'optimizer_config.grad_clip: unknown keys {sorted(unknown)}; it takes max_norm and norm_type')
+        for key, value in {'max_norm': None, **grad_clip}.items() if grad_clip else ():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f'optimizer_config.grad_clip.{key} must be a number > 0, got {value!r} (grad_clip: null does not clip)')
         self.max_norm = float(grad_clip['max_norm']) if grad_clip else None
         self.norm_type = float((grad_clip or {}).get('norm_type', 2))
         self.cumulative_iters, self.scaler, self.guard = cumulative_iters, scaler, guard or Guard()

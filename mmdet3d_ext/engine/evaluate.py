@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from ..datasets.stream import batches
 from ..metrics import BevMapIoU, NuScenesDetectionMetric, gather_results, on_rank_zero
 from ..metrics.bev_iou import THRESHOLDS
+from ..metrics.nuscenes_detection import RESULTS
 from .launch import LOGGER_NAME, UserError
 from .parallel import autocast, batch_size, takes, unpack_batch
 
@@ -42,7 +43,10 @@ class Evaluator(Protocol):
 
 
 class DetectionEvaluator:
-    """nuScenes detection scores of outputs that hold ``boxes_3d``. ``format_only``: write the result file without scores."""
+    """nuScenes detection scores of outputs that hold ``boxes_3d``. ``format_only``: write the result file without scores.
+
+    ``path``: the result file, after :meth:`compute` on rank 0.
+    """
 
     task = 'object'
 
@@ -59,7 +63,9 @@ class DetectionEvaluator:
         if self.format_only:
             self.path = self.metric.format()
             return {}
-        return self.metric.compute()
+        scores = self.metric.compute()
+        self.path = self.metric.out_dir / RESULTS
+        return scores
 
     def table(self) -> str:
         return f'results are in {self.path}' if self.format_only else self.metric.table
@@ -124,10 +130,16 @@ def build_evaluators(cfg: Mapping[str, Any], dataset: Any, out_dir: str, tasks: 
         out_dir: where result files go.
         tasks: 'object' and/or 'map'; both by default, as far as the model's output holds them.
         format_only: only write the result file for the evaluation server.
+
+    Raises:
+        UserError: for a data set that is neither. ValueError: for classes that the devkit does not score.
     """
     if hasattr(dataset, 'evaluators'):
         found = list(dataset.evaluators(out_dir))
     else:
+        if not all(hasattr(dataset, name) for name in ('dataset_root', 'version', 'transforms')):
+            raise UserError(f'a {type(getattr(dataset, "dataset", dataset)).__name__} cannot be evaluated: give one data set, not a list or '
+                            'a wrapper of data sets')
         found = [DetectionEvaluator(NuScenesDetectionMetric(
             dataset.dataset_root, dataset.version, dataset.poses, dataset.CLASSES, out_dir,
             dataset.eval_version or 'detection_cvpr_2019', dataset.modality), format_only)]

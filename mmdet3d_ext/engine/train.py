@@ -421,6 +421,8 @@ def _register_evaluation(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any],
     settings = run_dirs.to_plain(cfg.get('evaluation')) or {}
     model = runner.model.module
     amp_dtype = amp.dtype if settings.get('amp') else None
+    with building('data.val'):  # what cannot be evaluated is found now, not after an epoch
+        build_evaluators(cfg, loader.dataset, os.path.join(runner.work_dir, 'eval'))
 
     def run() -> Dict[str, float]:
         evaluators = build_evaluators(cfg, loader.dataset, os.path.join(runner.work_dir, 'eval'))

@@ -27,7 +27,7 @@ def read_checkpoint(path: str, allow_unsafe: bool = False) -> Dict[str, Any]:
     Raises:
         CheckpointError: if the file is absent, truncated, not a checkpoint, or needs ``allow_unsafe``.
     """
-    path = os.fspath(path)
+    path = os.path.expanduser(os.fspath(path))  # as the configuration's check reads it
     if re.match(r'^\w+://', path):
         raise CheckpointError(f'{path}: only local files are read; download it first and give its path')
     if os.path.isdir(path):

@@ -105,8 +105,8 @@ class LoadRadarPointsMultiSweeps:
             raise ValueError(f'LoadRadarPointsMultiSweeps: filtering must be one of {sorted(FILTERS)}, got {filtering!r}')
         for column, low, high in normalize_dims if normalize else ():
             if not (0 <= column < len(columns) and low < high):
-                raise ValueError(f'LoadRadarPointsMultiSweeps: normalize_dims are (column, low, high) with a column below {len(columns)} (those '
-                                 f'of use_dim, counted from 0) and low < high, got {(column, low, high)}')
+                raise ValueError(f'LoadRadarPointsMultiSweeps: normalize_dims are (column, low, high) with low < high and a column below '
+                                 f'{len(columns)} (those of use_dim, counted from 0), got {(column, low, high)}')
         self.use_dim = columns
         self.sweeps_num = sweeps_num
         self.max_num = max_num

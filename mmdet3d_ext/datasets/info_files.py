@@ -84,6 +84,9 @@ def load_info_file(path: PathLike, box_convention: Optional[str] = None, root: O
     path = Path(path)
     if not path.is_file():
         radar = f' (one file holds all sensors here: write {path.name[:-10]}.pkl)' if path.name.endswith('_radar.pkl') else ''
+        stuck = _stuck_to(path, root)
+        if stuck is not None:
+            raise FileNotFoundError(f'info file {path} does not exist, {stuck} does: dataset_root lacks its "/" at the end')
         raise FileNotFoundError(f'info file {path} does not exist{radar}. Make it with: {create_command(path, root)}')
     try:
         data = restricted_pickle.load(path)
@@ -134,6 +137,15 @@ def create_command(path: PathLike, root: Optional[PathLike] = None) -> str:
     version = versions[0] if len(versions) == 1 else 'v1.0-trainval'  # with several the tool's default
     words = ['--root-path', _root_word(root), '--out-dir', shlex.quote(str(path.parent)), '--extra-tag', shlex.quote(_tag_of(path))]
     return ' '.join(['python tools/create_data.py nuscenes', *words, '--version', version])
+
+
+def _stuck_to(path: Path, root: Optional[PathLike]) -> Optional[Path]:
+    """The file that was meant where a configuration joined ``root`` and a name without the slash between them."""
+    text, before = str(path), str(Path(root or ''))
+    rest = text[len(before):]
+    if root is None or not text.startswith(before) or rest[:1] in ('', '/'):
+        return None
+    return Path(before, rest) if Path(before, rest).is_file() else None
 
 
 def _root_word(root: Optional[PathLike]) -> str:
@@ -291,7 +303,7 @@ def check_cameras(infos: Sequence[Mapping[str, Any]], path: PathLike, cameras: S
 def _remedy(name: str, path: Path, root: Optional[PathLike] = None) -> str:
     if name == 'location':
         return ('Map labels need it; fill it from the tables with: python tools/create_data.py fill-location '
-                f'--root-path {_root_word(root)} --info-file {path}')
+                f'--root-path {_root_word(root)} --info-file {shlex.quote(str(path))}')
     if name in ANNOTATION_FIELDS:
         return ('The annotated splits need it (test_mode: true for data without annotations). Make the file anew with: '
                 f'{create_command(path, root)}')

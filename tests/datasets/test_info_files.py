@@ -96,6 +96,14 @@ def test_absent_file_names_the_command(tmp_path):
         load_info_file(tmp_path / 'mine_infos_val.pkl')
 
 
+def test_a_root_without_its_slash_is_said(tmp_path):
+    write(tmp_path / 'x_infos_val.pkl', [info()])
+    with pytest.raises(FileNotFoundError, match='x_infos_val.pkl does: dataset_root lacks its "/" at the end'):
+        load_info_file(f'{tmp_path}x_infos_val.pkl', root=tmp_path)
+    with pytest.raises(FileNotFoundError, match='create_data.py nuscenes'):
+        load_info_file(tmp_path / 'y_infos_val.pkl', root=tmp_path)
+
+
 def test_other_content_is_refused(tmp_path):
     restricted_pickle.save({'state_dict': 1}, tmp_path / 'x.pkl')
     with pytest.raises(InfoFileError, match=r"expected \{infos, metadata\} or \{data_list, metainfo\}, found \['state_dict'\]"):

@@ -42,6 +42,14 @@ class Evaluator(Protocol):
         """Text for people, after :meth:`compute`."""
 
 
+def _token(batch: Mapping[str, Any], index: int) -> str:
+    meta = batch['metas'][index]
+    token = meta.get('token', meta.get('sample_idx'))
+    if token is None:
+        raise UserError(f'the samples do not say which they are (their metas hold {sorted(meta)}): add token to meta_lis_keys of Collect3D')
+    return token
+
+
 class DetectionEvaluator:
     """nuScenes detection scores of outputs that hold ``boxes_3d``. ``format_only``: write the result file without scores.
 
@@ -56,7 +64,7 @@ class DetectionEvaluator:
     def update(self, output: Mapping[str, Any], batch: Mapping[str, Any], index: int) -> bool:
         if 'boxes_3d' not in output:
             return False
-        self.metric.update(batch['metas'][index]['token'], output)
+        self.metric.update(_token(batch, index), output)
         return True
 
     def compute(self) -> Dict[str, float]:
@@ -85,7 +93,7 @@ class MapEvaluator:
         if batch.get('gt_masks_bev') is None:
             raise UserError('the model predicts maps, but the evaluated samples hold no map labels: add LoadBEVSegmentation to '
                             'the pipeline and gt_masks_bev to the keys of Collect3D')
-        self.metric.update(batch['metas'][index]['token'], output['masks_bev'], batch['gt_masks_bev'][index].cpu())
+        self.metric.update(_token(batch, index), output['masks_bev'], batch['gt_masks_bev'][index].cpu())
         return True
 
     def compute(self) -> Dict[str, float]:
@@ -107,7 +115,7 @@ class ResultCollector:
     def update(self, output: Mapping[str, Any], batch: Mapping[str, Any], index: int) -> bool:
         if 'boxes_3d' not in output:
             return False
-        self.results[batch['metas'][index]['token']] = {
+        self.results[_token(batch, index)] = {
             'boxes_3d': output['boxes_3d'].tensor.cpu().numpy(), 'scores_3d': output['scores_3d'].cpu().numpy(),
             'labels_3d': output['labels_3d'].cpu().numpy()}
         return True

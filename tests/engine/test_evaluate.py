@@ -104,6 +104,15 @@ def test_a_data_set_without_what_an_evaluation_needs_is_named():
         build_evaluators({}, reader, '.')
 
 
+def test_samples_are_told_by_their_tokens():
+    evaluator, label = MapEvaluator(BevMapIoU(('a',), None)), torch.ones(1, 1, 4, 4)
+    batch = {'gt_masks_bev': label, 'metas': [{'sample_idx': 's'}]}
+    assert evaluator.update({'masks_bev': label[0]}, batch, 0) and evaluator.update({'masks_bev': label[0]}, batch, 0)
+    assert evaluator.metric.samples() == 1
+    with pytest.raises(UserError, match=r"metas hold \['filename'\].: add token to meta_lis_keys of Collect3D"):
+        evaluator.update({'masks_bev': label[0]}, dict(batch, metas=[{'filename': 'x'}]), 0)
+
+
 def test_a_result_file_is_never_that_of_an_earlier_evaluation(tmp_path):
     (tmp_path / RESULTS).write_text('of another model')
     out, scored = str(tmp_path / 'out.json'), SimpleNamespace(compute=lambda: {'object/nds': 1.0}, out_dir=tmp_path)

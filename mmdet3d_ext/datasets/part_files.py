@@ -59,7 +59,7 @@ def run_parts(parts: Parts, names: Sequence[str], work: Callable[[str], Any], wo
 
     Raises:
         RuntimeError: if a worker was killed (out of memory); what was finished is kept.
-        Exception: the first one that ``work`` raised, with the part's name in front.
+        Exception: the first one that ``work`` raised.
     """
     todo: List[str] = [name for name in names if not parts.done(name)]
     with tqdm(total=len(names), initial=len(names) - len(todo), desc=title, unit=unit) as bar:

@@ -32,7 +32,6 @@ class DistributedTrainSampler(Sampler):
     Args:
         dataset: only its length is used; if it has ``set_epoch`` it is told the epoch, too.
         shuffle: random order (else the data set's).
-        group_free: accepted for symmetry with mmdet's group samplers: there are no groups here.
     """
 
     def __init__(self, dataset: Sized, samples_per_gpu: int = 1, num_replicas: Optional[int] = None,

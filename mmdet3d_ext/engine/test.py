@@ -132,7 +132,7 @@ def _default_folder(checkpoint: str) -> str:
     if checkpoint == UNTRAINED:
         return os.path.join('runs', 'untrained')
     stem = os.path.splitext(os.path.basename(checkpoint))[0]
-    return os.path.join(os.path.dirname(checkpoint) or '.', f'eval_{stem}')
+    return os.path.join(os.path.dirname(os.path.expanduser(checkpoint)) or '.', f'eval_{stem}')
 
 
 def _report(logger: logging.Logger, metrics: Dict[str, float], evaluators: List[Any], folder: str, options: Options) -> None:

@@ -115,6 +115,10 @@ class NuScenesDetectionMetric:
             raise ValueError(f'NuScenesDetectionMetric: {len(strangers)} of {len(detections)} samples (first: '
                              f'{strangers[0]}) are not in {Path(self.dataset_root) / self.version}')
         summary, table = evaluate_tokens(nusc, self.config, path, list(detections), self.out_dir)
+        absent = [name for name in self.config.class_range if name not in self.classes]
+        if absent:
+            table += (f'\nThis model does not detect {", ".join(absent)}: with zeros for them, mAP and NDS are means over the '
+                      f'{len(self.config.class_range)} classes of the devkit')
         return object_scores(summary, self.classes), table
 
 

@@ -195,6 +195,18 @@ def test_perfect_detections_of_any_subset_score_fully(sets, tmp_path):
     assert len(json.loads((tmp_path / 'results_nusc.json').read_text())['results']) == 2
 
 
+@pytest.mark.parametrize('classes', [OBJECT_CLASSES, ('pedestrian', 'car')])
+def test_means_over_classes_that_the_model_does_not_have_are_explained(root, tmp_path, classes):
+    dataset = NuScenesDataset(str(root / 'nuscenes_infos_val.pkl'), dataset_root=str(root), test_mode=True, object_classes=classes)
+    metric = metric_for(dataset, tmp_path)
+    metric.update(dataset.tokens[0], truth_as_result(dataset, 0))
+    scores = metric.compute()
+    assert scores['object/car_ap_dist_0.5'] == pytest.approx(1.0, abs=1e-3)
+    assert ('does not detect truck, bus, ' in metric.table) == ('means over the 10 classes' in metric.table) == (len(classes) == 2)
+    if len(classes) == 2:
+        assert scores['object/map'] == pytest.approx(0.2, abs=1e-3) and not any('truck' in key for key in scores)
+
+
 def test_no_detection_at_all_is_a_score_of_zero(sets, tmp_path):
     dataset = sets['val']
     metric = metric_for(dataset, tmp_path)

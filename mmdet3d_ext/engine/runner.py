@@ -283,14 +283,18 @@ class CustomEpochBasedRunner(EpochBasedRunner):
             return
         length, batch, done = len(loader), self._samples_per_step(loader), self._begin
         batch_then = meta.get('samples_per_step') or batch
+        group = getattr(self.stateful.get('optimizer_hook'), 'cumulative_iters', 1)
         if done and (batch_then != batch or meta.get('iters_per_epoch') != length or then != self.world_size):
-            group = getattr(self.stateful.get('optimizer_hook'), 'cumulative_iters', 1)
             self._begin = min(done * batch_then // batch, length)
             self._begin -= self._begin % group if self._begin < length else 0
             self.logger.warning('of epoch %d, %d iterations of %d samples were done: training goes on at iteration %d of %d with '
                                 '%d samples each (%d samples come again). Random numbers of the model start anew, BatchNorm '
                                 'statistics are the mean over the %s ranks of then', self._epoch + 1, done, batch_then,
                                 self._begin + 1, length, batch, max(0, done * batch_then - self._begin * batch), then)
+        elif done < length and done % group:
+            self._begin, self._iter = done - done % group, self._iter - done % group
+            self.logger.warning('%d steps make an update now (cumulative_iters), the checkpoint stands within such a group: training goes '
+                                'on at iteration %d of epoch %d (%d come again)', group, self._begin + 1, self._epoch + 1, done % group)
         begin = self._epoch * length + self._begin
         if self._iter != begin:
             self.logger.warning('an epoch has %d iterations now (%s before): iteration %d becomes %d%s', length,

@@ -197,7 +197,8 @@ def test_an_earlier_run_in_the_folder_is_moved_aside(tmp_path):
 
 def test_a_resumed_run_with_larger_groups_begins_with_a_whole_one(tmp_path):
     run(tmp_path, '--max_epochs', 1, '--checkpoint_config', '{interval: 2, save_last: false, every_iters: 3}')
-    run(tmp_path, '--max_epochs', 1, '--optimizer_config.cumulative_iters', 2, options={'resume_from': str(tmp_path / 'run' / 'epoch_0_iter_3.pth')})
+    run(tmp_path, '--max_epochs', 1, '--optimizer_config.cumulative_iters', 2,
+        options={'resume_from': str(tmp_path / 'run' / 'epoch_0_iter_3.pth')})
     assert 'goes on at iteration 3 of epoch 1 (1 come again)' in log_text(tmp_path)
     found = read_checkpoint(str(tmp_path / 'run' / 'epoch_1.pth'))
     assert found['meta']['iter'] == 4 and found['optimizer_hook']['counts']['steps'] == 3 + 1

@@ -50,7 +50,8 @@ class SampleReader(Dataset):
         seed: of augmentation; None reads with the process's generators.
         policy: ``'raise'``: a sample that cannot be read (:class:`SampleError`, ``OSError``) ends the run. ``'skip'``: it is
             reported with its file and another random one is read in its place.
-        budget: how many different samples may be unreadable before the run ends all the same; below 1 a share of the data set.
+        budget: how many different samples may be unreadable before the run ends all the same; below 1 a share of the data set. One
+            that a resampled data set draws several times is one.
             Every rank counts its own.
 
     Raises:
@@ -63,9 +64,11 @@ class SampleReader(Dataset):
         if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget >= 0:
             raise ValueError(f'data.unreadable.budget must be a number >= 0 (below 1: a share of the samples), got {budget!r}')
         self.dataset, self.seed, self.policy = dataset, seed, policy
-        self.allowed = int(budget * len(dataset) if budget < 1 else min(budget, len(dataset)))
+        self._draws = getattr(dataset, 'sample_indices', None)  # of a resampled data set, which draws a sample several times
+        self._samples = len(dataset if self._draws is None else dataset.dataset)
+        self.allowed = int(budget * self._samples if budget < 1 else min(budget, self._samples))
         # Shared with the workers: which samples were unreadable.
-        self._unreadable = shared_zeros(len(dataset), dtype=torch.uint8) if policy == 'skip' else None
+        self._unreadable = shared_zeros(self._samples, dtype=torch.uint8) if policy == 'skip' else None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith('__') or name == 'dataset':
@@ -101,12 +104,12 @@ class SampleReader(Dataset):
         raise SampleError(f'{TRIES} random samples in a row cannot be read')
 
     def _count(self, index: int, error: Exception) -> None:
-        self._unreadable[index] = 1
+        self._unreadable[index if self._draws is None else int(self._draws[index])] = 1
         found, text = self.unreadable(), text_of(error)
         if found > self.allowed:
-            raise SampleError(f'{text} (sample {found} of {len(self)} that cannot be read; data.unreadable.budget allows '
+            raise SampleError(f'{text} (sample {found} of {self._samples} that cannot be read; data.unreadable.budget allows '
                               f'{self.allowed})') from error
-        warnings.warn(f'{text}. The sample is left out and a random other one takes its place ({found} of {len(self)} samples '
+        warnings.warn(f'{text}. The sample is left out and a random other one takes its place ({found} of {self._samples} samples '
                       f'cannot be read, data.unreadable.budget allows {self.allowed})', stacklevel=1)
 
     def unreadable(self) -> int:

@@ -111,6 +111,29 @@ def test_a_sampler_that_cannot_begin_later_is_read_up_to_there():
 
 # ---------------------------------------------------------------------------------------------------- unreadable samples
 
+class Resampled(torch.utils.data.Dataset):
+    """As CBGSDataset: samples drawn several times."""
+
+    def __init__(self, dataset, indices):
+        self.dataset, self.sample_indices = dataset, np.array(indices)
+
+    def __len__(self):
+        return len(self.sample_indices)
+
+    def __getitem__(self, index):
+        return self.dataset[int(self.sample_indices[index])]
+
+
+def test_a_sample_that_is_drawn_several_times_counts_once():
+    draws = [3, 3, 3, 4, *range(5, 12), *range(3)] * 4
+    reader = SampleReader(Resampled(Noise(broken=[3, 4]), draws), seed=1, policy='skip', budget=0.1)
+    with pytest.warns(UserWarning, match=r'1 of 12 samples cannot be read, data.unreadable.budget allows 1'):
+        assert all(reader[Draw(number, number, 0)]['index'] != 3 for number in (5, 0, 6, 2))
+    assert reader.unreadable() == 1
+    with pytest.raises(SampleError, match='sample 2 of 12'):
+        reader[Draw(3, 3, 0)]
+
+
 def test_a_budget_without_a_limit():
     reader = SampleReader(Noise(broken=[0, 1]), seed=1, policy='skip', budget=float('inf'))
     with pytest.warns(UserWarning, match='budget allows 12'):

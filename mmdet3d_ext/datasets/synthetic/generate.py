@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import time
+import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
@@ -95,6 +96,10 @@ def _prepare(root: Path, config: GeneratorConfig, overwrite: bool) -> Optional[d
         for name in (*OWN, WORK, version):
             shutil.rmtree(root / name, ignore_errors=True)
         (root / MARKER).unlink()
+        stale = sorted(path.name for path in root.glob('*infos_*.pkl'))
+        if stale:  # with the same tokens, so nothing else would tell
+            warnings.warn(f'{root}: {", ".join(stale)} describe the data set that is replaced; make them anew with tools/create_data.py '
+                          'nuscenes', stacklevel=3)
         marker = None
     if marker is not None and marker.get('complete'):
         return {**marker['summary'], 'root': str(root), 'reused': True, 'seconds': 0.0}

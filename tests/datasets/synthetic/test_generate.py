@@ -96,7 +96,8 @@ def test_overwrite_replaces_own_files_only(tmp_path):
     (tmp_path / 'nuscenes_infos_train.pkl').write_bytes(b'kept')
     with pytest.raises(FileExistsError, match='overwrite'):
         generate(tmp_path, seed=8, **tiny)
-    generate(tmp_path, seed=8, overwrite=True, **tiny)
+    with pytest.warns(UserWarning, match='nuscenes_infos_train.pkl describe the data set that is replaced'):
+        generate(tmp_path, seed=8, overwrite=True, **tiny)
     assert (tmp_path / 'nuscenes_infos_train.pkl').read_bytes() == b'kept'
     assert len(list((tmp_path / 'samples' / 'LIDAR_TOP').iterdir())) == 1
     generate(tmp_path, seed=8, overwrite=True, **{**tiny, 'version': 'v1.0-trainval'})

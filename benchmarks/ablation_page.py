@@ -37,7 +37,7 @@ def report(found: Sequence[Dict[str, Any]], headline: Mapping[str, str], switche
               'reaches.', '', '## Headline', '']
     lines += _table({headline[name]: by_name[name] for name in headline if name in by_name})
     pairs = [(one, other) for one, other in (('stage1', 'stay400'), ('stage1', 'stay400_head'), ('stay400_head', 'stay400'))
-             if one in by_name and other in by_name]
+             if {row['seed'] for row in by_name.get(one, [])} & {row['seed'] for row in by_name.get(other, [])}]
     if pairs:
         lines += ['', 'Difference of the mean IoU on the 0.5 m grid, seed by seed:', '']
     for one, other in pairs:

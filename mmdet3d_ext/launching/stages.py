@@ -11,7 +11,7 @@
         ranks: 4                         # processes; also gpus: "4,5,6,7", launcher: torchrun, max_restarts: 3
         weights: auto                    # of the checkpoint before: auto (those that were evaluated), ema or raw
         optimizer: reset                 # or keep: its moments, as far as names and shapes are the same
-        overrides: {data: {workers_per_gpu: 8}}
+        overrides: {data: {workers_per_gpu: 8}}   # not load_from, resume_from, run_dir: the order gives them
         gates:                           # to go on to the next stage, at the best epoch
           - {metric: map/divider/iou@max, at_least: 0.28, advice: what to adjust}
 

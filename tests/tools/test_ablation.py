@@ -187,6 +187,20 @@ def test_a_part_is_said_to_help_or_harm_only_beyond_the_spread_of_seeds():
     assert '- no_x/1: it burst' in text
 
 
+@pytest.mark.parametrize('there', [['stay400/0'], ['no_dice/0'], ['stay400/0', 'stage1/1'], ['stage1/1', 'no_dice/0'],
+                                   ['stage1/0', 'no_dice/0']])
+def test_a_page_of_the_rows_that_are_there(there):
+    """Rows end in any order, and the time may be over after any of them."""
+    rows = [{'name': name, 'seed': int(seed), 'device': 'd', 'date': 'd', 'iterations': [5, 5], 'step_ms': [1.0, 2.0], 'seconds': [1.0, 2.0],
+             'metrics': {f'{grid}/{key}/iou@{column}': 0.5 for grid in ('map', 'map_ref') for key in ('mean', 'divider')
+                         for column in ('max', 'any')}} for name, seed in (key.split('/') for key in there)]
+    text = benchmark.report(rows, benchmark.HEADLINE, {'dice': 'without dice'}, 'all', 'command')
+    assert ('None of its rows is there yet' in text) == (there == ['no_dice/0']) and ', against' not in text.split('## Stage 1')[0]
+    assert ('| without dice |' in text) == (there == ['stage1/0', 'no_dice/0'])
+    assert ('Not shown, as Stage 1 with the same seed is not there yet: without dice' in text) == (
+        'no_dice/0' in there and 'stage1/0' not in there)
+
+
 def test_each_training_sees_one_gpu_one_thread_and_its_share_of_the_cores(bench, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3,5')
     (bench.folder / 'work' / 'slow').write_text('0.1')

@@ -280,12 +280,15 @@ def fit(form: Form, wanted: Sequence[Row], arguments: argparse.Namespace, deadli
         shutil.rmtree(pool.work, ignore_errors=True)
     base_step, second_step = statistics.mean(alone.values()), max(loaded.values())
     evaluation = evaluation_seconds(form, second_step)
-    most = next((epochs for epochs in range(60, 1, -1) if seconds_of(
-        everything, epochs * form.epoch, arguments.jobs, base_step, second_step, evaluation, start) < 0.92 * pool.left), 1)
-    total = seconds_of(everything, most * form.epoch, arguments.jobs, base_step, second_step, evaluation, start)
+
+    def takes(epochs: int) -> float:
+        return seconds_of(everything, epochs * form.epoch, arguments.jobs, base_step, second_step, evaluation, start)
+
+    room = 0.92 * (deadline - side_by_side.END - time.monotonic())  # the last evaluations have until the deadline, steps do not
+    most = next((epochs for epochs in range(60, 1, -1) if takes(epochs) < min(room, pool.left + evaluation)), 1)
     print(f'trial, {len(loaded)} side by side: {start:.0f} s to step {arguments.trial[0]}; a step takes {1000 * min(loaded.values()):.0f} to '
           f'{1000 * second_step:.0f} ms, {1000 * base_step:.0f} ms in {len(coarse)} trainings at 400. {most} epoch(s) of {form.epoch} steps '
-          f'should take {total:.0f} s of {pool.left:.0f} s that are left', flush=True)
+          f'should take {takes(most):.0f} s of {deadline - time.monotonic():.0f} s that are left', flush=True)
     return most
 
 

@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 import numpy as np
 import torch
+from mmcv.parallel import DataContainer
 from mmcv.runner import Hook
 from torch import nn
 
@@ -106,9 +107,11 @@ class _Endless:
 
 def make_batches(cfg: Mapping[str, Any], samples: int, device: torch.device, points: int = REAL_POINTS,
                  cloud: Optional[torch.Tensor] = None, count: int = 2) -> List[Dict[str, Any]]:
-    """``count`` different random batches on the device, others on every rank (boxes stay on the CPU, as the pipeline leaves them)."""
+    """``count`` different random batches on the device, others on every rank. Boxes stay on the CPU, as the pipeline leaves them: a
+    container says so to the step."""
     first = current().rank * count
-    return [random_batch(cfg, samples, device, seed, points, cloud) for seed in range(first, first + count)]
+    batches = [random_batch(cfg, samples, device, seed, points, cloud) for seed in range(first, first + count)]
+    return [{**batch, 'gt_bboxes_3d': DataContainer([batch['gt_bboxes_3d']], cpu_only=True)} for batch in batches]
 
 
 def read_cloud(path: str, repeat: int = 1) -> torch.Tensor:

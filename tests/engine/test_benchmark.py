@@ -120,6 +120,28 @@ def test_tool_writes_its_files(tmp_path, capsys):
     assert '| train | 1 | fp32 |' in capsys.readouterr().out
 
 
+def test_tool_times_all_runs_before_it_profiles_one(monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location('benchmark_tool_in_order', REPO / 'tools' / 'benchmark.py')
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    done = []
+
+    def training(cfg, device, samples, name, times, profile, **settings):
+        done.append((samples, name, times, profile))
+        found = row(samples=samples, precision=name)
+        late = {key: found.pop(key) for key in ('host_waits', 'wait_sites')}
+        return {**(found if times else dict(samples=samples, precision=name)), **(late if profile else {})}
+
+    monkeypatch.setattr(benchmark, 'training', training)
+    monkeypatch.setattr(benchmark, 'make_batches', lambda *args: [])
+    assert tool.main([TINY, '--batch', '1', '2', '--precision', 'fp32', 'bf16']) == 0
+    each = [(samples, name) for samples in (1, 2) for name in ('fp32', 'bf16')]
+    assert done == [(*job, True, False) for job in each] + [(*job, False, True) for job in each]
+    assert capsys.readouterr().out.count('| 3 | 6,000 |') == 4
+    done.clear()
+    assert tool.main([TINY, '--batch', '1']) == 0 and done == [(1, 'fp32', True, True)]
+
+
 @pytest.mark.gpu
 def test_host_waits_are_counted(tiny):
     cfg, _ = tiny

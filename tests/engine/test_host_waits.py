@@ -164,6 +164,22 @@ def test_waits_of_the_training_forward_and_its_losses(setup):
     assert without_spconv(seen(lambda: step.train_step(batch))) == expected
 
 
+@pytest.mark.parametrize('setup', ['tiny', 'centerpoint'])
+def test_waits_of_a_prediction_until_its_results_are_fetched(setup):
+    make, expected = SETUPS[setup]
+    model, batch = make()
+    model.eval()
+
+    @torch.no_grad()
+    def work():
+        maps = model.decode(model.extract(batch, SAMPLES)[0])
+        model.heads['object'].candidates(model.heads['object'](maps['object'], batch['metas']))
+        model.heads['map'](maps['map'])
+
+    found = without_spconv(seen(work))
+    assert found == {key: n for key, n in expected.items() if key not in MATCH}
+
+
 SPCONV = 12  # waits for the sites of the encoder's eight lists, four of them of strided convolutions
 PROFILER = 1  # its own, at the end
 

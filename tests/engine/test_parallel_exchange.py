@@ -29,15 +29,24 @@ TINY = str(REPO / 'configs' / 'synthetic' / 'multitask_tiny.yaml')
 
 # ---- gradients ---------------------------------------------------------------------------------------------------------------
 
-def transfusion(compat=None):
+def transfusion(compat=None, counts=(30, 3)):
     """The tiny joint model, and one sample per rank with 30 and 3 boxes."""
     cfg = load_config(TINY, ['--compat', compat] if compat else [])
     torch.manual_seed(0)
     parts = [random_batch(cfg, 1, CPU, 7 + rank, points=500) for rank in range(2)]
-    for part, count in zip(parts, (30, 3)):
+    for part, count in zip(parts, counts):
         for key in ('gt_bboxes_3d', 'gt_labels_3d'):
             part[key] = [part[key][0][:count]]
     return make_model(cfg), parts
+
+
+def transfusion_with_an_empty_rank():
+    return transfusion(counts=(0, 5))
+
+
+def transfusion_without_boxes():
+    """Counts of zero on all ranks: what divides is one, not one a rank."""
+    return transfusion(counts=(0, 0))
 
 
 def centerpoint():
@@ -74,7 +83,7 @@ def exchanged_gradients(model, parts, tmp_path):
         return in_ranks(work, tmp_path)
 
 
-@pytest.mark.parametrize('setup', [transfusion, centerpoint])
+@pytest.mark.parametrize('setup', [transfusion, transfusion_with_an_empty_rank, transfusion_without_boxes, centerpoint])
 def test_gradients_are_those_of_one_process_with_all_samples(tmp_path, setup):
     """Also where ranks hold unlike numbers of objects, by which losses are divided."""
     model, parts = setup()
@@ -134,6 +143,30 @@ def test_counts_over_ranks(tmp_path):
         assert both[1] == 2 and both[0].tolist() == [3, 30] and scalar[0].item() == 11 and scalar[0].dtype == torch.float32
         assert counts.tolist() == [rank + 1, 10 * rank + 10], 'the argument was changed'
     assert count_over_ranks(torch.tensor([3]))[0].tolist() == [3.0]
+
+
+def test_counts_of_any_kind_and_of_nothing(tmp_path):
+    """Three ranks, of which some count nothing; whole numbers, truth values' sums, values with a graph; none of them is changed."""
+    def work(rank):
+        mask = torch.zeros(5, dtype=torch.bool)
+        mask[:rank] = True
+        weights = torch.full((2,), float(rank), requires_grad=True)
+        given = [torch.zeros(3, dtype=torch.int32), mask.sum(), weights * 2, torch.tensor([2 ** 23 + rank])]
+        before = [value.detach().clone() for value in given]
+        found = [count_over_ranks(value) for value in given]
+        assert all(torch.equal(value, old) for value, old in zip(given, before))
+        try:
+            with alone():
+                assert count_over_ranks(mask.sum()) == (rank, 1)
+                raise KeyError
+        except KeyError:
+            after = count_over_ranks(torch.ones(1))  # over all ranks again
+        return [(total.tolist(), total.requires_grad, total.dtype, ranks) for total, ranks in [*found, after]]
+
+    for found in in_ranks(work, tmp_path, world=3):
+        f32 = torch.float32
+        assert found == [([0.0] * 3, False, f32, 3), (3.0, False, f32, 3), ([6.0, 6.0], False, f32, 3),
+                         ([3.0 * 2 ** 23 + 4], False, f32, 3), ([3.0], False, f32, 3)]  # beyond 2^24 to the next even number
 
 
 # ---- how often, and when --------------------------------------------------------------------------------------------------------

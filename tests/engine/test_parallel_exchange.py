@@ -10,7 +10,7 @@ from ranks import in_ranks
 from testing import REPO
 from torch import nn
 
-sys.path[:0] = [str(REPO / 'benchmarks'), str(REPO / 'tests' / 'models' / 'detectors'), str(REPO / 'tests' / 'models' / 'vtransforms')]
+sys.path[:0] = [str(REPO / part) for part in ('benchmarks', 'tests/models/detectors', 'tests/models/vtransforms', 'tests/engine/inference')]
 
 import scaling_rank as scaling  # noqa: E402
 
@@ -29,33 +29,27 @@ TINY = str(REPO / 'configs' / 'synthetic' / 'multitask_tiny.yaml')
 
 # ---- gradients ---------------------------------------------------------------------------------------------------------------
 
-def transfusion(compat=None, counts=(30, 3)):
+def transfusion(compat=None):
     """The tiny joint model, and one sample per rank with 30 and 3 boxes."""
     cfg = load_config(TINY, ['--compat', compat] if compat else [])
     torch.manual_seed(0)
     parts = [random_batch(cfg, 1, CPU, 7 + rank, points=500) for rank in range(2)]
-    for part, count in zip(parts, counts):
+    for part, count in zip(parts, (30, 3)):
         for key in ('gt_bboxes_3d', 'gt_labels_3d'):
             part[key] = [part[key][0][:count]]
     return make_model(cfg), parts
 
 
-def transfusion_with_an_empty_rank():
-    return transfusion(counts=(0, 5))
-
-
-def transfusion_without_boxes():
-    """Counts of zero on all ranks: what divides is one, not one a rank."""
-    return transfusion(counts=(0, 0))
-
-
-def centerpoint():
+def centerpoint(head='centerpoint', objects=2):
     """A small joint model; rank 1's sample has no box at all."""
+    import test_predictor as ready
     import test_with_real_heads as real
     torch.manual_seed(0)
-    model = real.build_model({**real.small.config('camera', 'lidar'), 'heads': {'object': real.CENTER, 'map': real.MAP}})
+    model = real.build_model({**real.small.config('camera', 'lidar'), 'heads': {'object': ready.HEADS[head], 'map': real.MAP}})
     model.init_weights()
     whole = {**real.small.batch(2, points=[150, 90]), **real.objects(2), 'gt_masks_bev': (torch.rand(2, 2, 48, 36) < 0.3).long()}
+    for key in ('gt_bboxes_3d', 'gt_labels_3d'):
+        whole[key] = [value[:objects] for value in whole[key]]
     return model, [{key: value[rank:rank + 1] for key, value in whole.items()} for rank in range(2)]
 
 
@@ -66,6 +60,19 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def small_transfusion():
+    return centerpoint('transfusion')
+
+
+def small_transfusion_without_boxes():
+    """Counts of zero on all ranks: the divisor is one over all of them, not one for each."""
+    return centerpoint('transfusion', 0)
+
+
+def centerpoint_without_boxes():
+    return centerpoint(objects=0)
 
 
 def exchanged_gradients(model, parts, tmp_path):
@@ -83,7 +90,7 @@ def exchanged_gradients(model, parts, tmp_path):
         return in_ranks(work, tmp_path)
 
 
-@pytest.mark.parametrize('setup', [transfusion, transfusion_with_an_empty_rank, transfusion_without_boxes, centerpoint])
+@pytest.mark.parametrize('setup', [transfusion, small_transfusion, small_transfusion_without_boxes, centerpoint, centerpoint_without_boxes])
 def test_gradients_are_those_of_one_process_with_all_samples(tmp_path, setup):
     """Also where ranks hold unlike numbers of objects, by which losses are divided."""
     model, parts = setup()

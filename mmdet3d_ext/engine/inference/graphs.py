@@ -172,8 +172,9 @@ def _put_back(device: torch.device, pool: Any, stream: torch.cuda.Stream, random
     2.11); random numbers would refuse to be drawn."""
     torch.cuda.set_stream(stream)
     torch.cuda.synchronize(device)
-    end = getattr(torch._C, '_cuda_endAllocateToPool', None) or torch._C._cuda_endAllocateCurrentStreamToPool  # up to torch 2.7
-    with contextlib.suppress(RuntimeError):  # "not recording": the runs before failed, or a later torch
+    # RuntimeError: "not recording", as the runs before failed or a later torch has ended it. The others: the function is torch's own affair.
+    with contextlib.suppress(RuntimeError, TypeError, AttributeError):
+        end = getattr(torch._C, '_cuda_endAllocateToPool', None) or torch._C._cuda_endAllocateCurrentStreamToPool  # up to torch 2.7
         end(device.index, pool)
     generator, fresh = torch.cuda.default_generators[device.index], torch.Generator(device)
     fresh.set_state(random)

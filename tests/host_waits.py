@@ -53,7 +53,8 @@ class _Asked(TorchFunctionMode):
                 self.read.found = found
         if name in ASKED or name == 'tensor' and (kwargs or {}).get('device') is not None:
             self.found[_site(), name] += 1
-        elif name in ('__getitem__', '__setitem__') and any(isinstance(leaf, list) for leaf in _parts(args[1])):
+        elif name in ('__getitem__', '__setitem__') and any(isinstance(part, list) and all(isinstance(n, (int, list)) for n in part)
+                                                               for part in _parts(args[1])):
             self.found[_site(), 'index of Python numbers'] += 1
         return func(*args, **(kwargs or {}))
 

@@ -96,6 +96,10 @@ def check_values(c: Context) -> None:
         problem = problem_with(c.get(key)) if c.get(key) is not None else None
         if problem:
             c.error(key, problem)
+    samples = c.get('data.train_dataloader.samples_per_gpu')
+    if samples is not None and samples != c.get('data.samples_per_gpu'):
+        c.error('data.train_dataloader.samples_per_gpu', f'is {samples!r}, data.samples_per_gpu is {c.get("data.samples_per_gpu")!r}: the '
+                'learning rate, the memory plan and the monitor go by that one', {'data.samples_per_gpu': samples})
     if c.get('amp') is not None and not isinstance(c.get('amp'), (bool, Mapping)) and precision_problem(c.get('amp')):
         c.error('amp', precision_problem(c.get('amp')))
     for key, example in SECTIONS.items():

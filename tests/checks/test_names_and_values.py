@@ -36,6 +36,8 @@ REFUSED = [  # words, what the one error says after its place, what it says to w
     (['--seed', 'abc'], "must be a whole number >= 0, got 'abc'", {'seed': 0}),
     (['--compat', 'mit'], "must be reference or null, got 'mit'", {}),
     (['--data.train', 'null'], 'must not be null: there would be nothing to train', {}),
+    (['--data.train_dataloader.samples_per_gpu', '7'], 'is 7, data.samples_per_gpu is 2: the learning rate, the memory plan and the '
+     'monitor go by that one', {'data.samples_per_gpu': 7}),
     (['--dist_params.bucket_cap_mb', '0'], 'must be a number of MiB > 0 or null, got 0 (25 by default)', {}),
     *(([f'--{key}', 'maybe'], "must be true, false or null, got 'maybe'", {}) for key in FLAGS),
     (['--dist_params.compression', 'fp8'], "must be fp16 or bf16, or null (gradients as they are), got 'fp8'", {}),

@@ -31,6 +31,8 @@ class EvaluationHook(Hook):
                  save_best: Optional[str] = None, rule: Optional[str] = None, before_train: bool = False, ema: Any = None):
         if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
             raise ValueError(f'evaluation.interval must be a whole number of epochs >= 1, got {interval!r}')
+        if start is not None and (not isinstance(start, int) or isinstance(start, bool)):
+            raise ValueError(f'evaluation.start must be a whole number of epochs or null, got {start!r}')
         self.evaluate, self.batches, self.interval, self.start = evaluate, batches, interval, start
         self.keeper = BestKeeper(save_best, rule) if save_best else None
         self.before_train, self.ema = before_train, ema

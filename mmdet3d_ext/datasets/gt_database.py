@@ -143,6 +143,8 @@ def entry_convention(entries: Mapping[str, List[Mapping[str, Any]]], path: PathL
         for entry in found[:500]:
             names.append(name)
             dims.append(np.asarray(entry['box3d_lidar'])[3:6])
+    if not names:
+        return BOX_CONVENTION, 'no objects, so no box convention'
     longer, total = length_first_votes(names, np.array(dims).reshape(-1, 3))
     evidence = f'{longer} of {total} cars, trucks and buses are longer along the first box dimension'
     if total >= 5 and longer >= 0.9 * total:

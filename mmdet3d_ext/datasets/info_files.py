@@ -84,6 +84,9 @@ def load_info_file(path: PathLike, box_convention: Optional[str] = None, root: O
     path = Path(path)
     if not path.is_file():
         radar = f' (one file holds all sensors here: write {path.name[:-10]}.pkl)' if path.name.endswith('_radar.pkl') else ''
+        stuck = _stuck_to(path, root)
+        if stuck is not None:
+            raise FileNotFoundError(f'info file {path} does not exist, {stuck} does: dataset_root lacks its "/" at the end')
         raise FileNotFoundError(f'info file {path} does not exist{radar}. Make it with: {create_command(path, root)}')
     try:
         data = restricted_pickle.load(path)
@@ -98,14 +101,19 @@ def load_info_file(path: PathLike, box_convention: Optional[str] = None, root: O
         infos, metadata = convert_data_list(data, path)
         notes.append('mmdet3d >= 1.1 form (data_list, metainfo)')
     elif isinstance(data, Mapping) and 'infos' in data:
-        infos, metadata = list(data['infos']), dict(data.get('metadata') or {})
+        infos, metadata = list(data['infos'] or ()), data.get('metadata') or {}
     elif isinstance(data, list) and all(isinstance(info, Mapping) and 'token' in info for info in data):
         infos, metadata = list(data), {}
     else:
         keys = sorted(map(str, data)) if isinstance(data, Mapping) else type(data).__name__
         raise InfoFileError(f'info file {path}: expected {{infos, metadata}} or {{data_list, metainfo}}, found {keys}')
 
+    if not isinstance(metadata, Mapping) or not all(isinstance(info, Mapping) for info in infos):
+        raise InfoFileError(f'info file {path}: every sample of infos and the metadata must be mappings. Make it anew with '
+                            'tools/create_data.py')
+    metadata, infos = dict(metadata), [{key: value for key, value in info.items() if value is not None} for info in infos]
     check_boxes(infos, path)
+    infos = [_seven_columns(info) for info in infos]
     newer = metadata.get('info_format')
     if isinstance(newer, int) and newer > FORMAT_VERSION:
         raise InfoFileError(f'info file {path} has format {newer}, this version reads up to {FORMAT_VERSION}: update '
@@ -129,6 +137,15 @@ def create_command(path: PathLike, root: Optional[PathLike] = None) -> str:
     version = versions[0] if len(versions) == 1 else 'v1.0-trainval'  # with several the tool's default
     words = ['--root-path', _root_word(root), '--out-dir', shlex.quote(str(path.parent)), '--extra-tag', shlex.quote(_tag_of(path))]
     return ' '.join(['python tools/create_data.py nuscenes', *words, '--version', version])
+
+
+def _stuck_to(path: Path, root: Optional[PathLike]) -> Optional[Path]:
+    """The file that was meant where a configuration joined ``root`` and a name without the slash between them."""
+    text, before = str(path), str(Path(root or ''))
+    rest = text[len(before):]
+    if root is None or not text.startswith(before) or rest[:1] in ('', '/'):
+        return None
+    return Path(before, rest) if Path(before, rest).is_file() else None
 
 
 def _root_word(root: Optional[PathLike]) -> str:
@@ -214,6 +231,12 @@ def _decide_convention(infos: Sequence[Mapping[str, Any]], metadata: Mapping[str
                         f'tools/create_data.py, or set box_convention to one of {known}')
 
 
+def _seven_columns(info: Dict[str, Any]) -> Dict[str, Any]:
+    """Some files keep the velocity in ``gt_boxes``, too; it is read from ``gt_velocity``."""
+    boxes = np.shape(info.get('gt_boxes', ()))
+    return info if boxes[1:] == (7,) or not boxes[0] else dict(info, gt_boxes=np.asarray(info['gt_boxes'])[:, :7])
+
+
 def _converted(info: Mapping[str, Any]) -> Dict[str, Any]:
     info = dict(info)
     if len(info.get('gt_boxes', ())):
@@ -252,9 +275,9 @@ def check_boxes(infos: Sequence[Mapping[str, Any]], path: PathLike) -> None:
             raise InfoFileError(f'{where}gt_boxes must be (n, 7): x, y, z, l, w, h, yaw; its shape is {boxes}. '
                                 f'{_remedy("gt_boxes", Path(path))}')
         for name in ANNOTATION_FIELDS:
-            if name in info and len(info[name]) != boxes[0]:
-                raise InfoFileError(f'{where}{name} has {len(info[name])} entries for {boxes[0]} boxes. '
-                                    f'{_remedy(name, Path(path))}')
+            if name in info and np.shape(info[name])[:1] != boxes[:1]:
+                raise InfoFileError(f'{where}{name} has {"x".join(map(str, np.shape(info[name]))) or "no"} entries for {boxes[0]} '
+                                    f'boxes. {_remedy(name, Path(path))}')
 
 
 def check_cameras(infos: Sequence[Mapping[str, Any]], path: PathLike, cameras: Sequence[str] = CAMERAS,
@@ -273,7 +296,7 @@ def check_cameras(infos: Sequence[Mapping[str, Any]], path: PathLike, cameras: S
 def _remedy(name: str, path: Path, root: Optional[PathLike] = None) -> str:
     if name == 'location':
         return ('Map labels need it; fill it from the tables with: python tools/create_data.py fill-location '
-                f'--root-path {_root_word(root)} --info-file {path}')
+                f'--root-path {_root_word(root)} --info-file {shlex.quote(str(path))}')
     if name in ANNOTATION_FIELDS:
         return ('The annotated splits need it (test_mode: true for data without annotations). Make the file anew with: '
                 f'{create_command(path, root)}')

@@ -68,7 +68,9 @@ def create_infos(root_path: PathLike, out_dir: PathLike, extra_tag: str = 'nusce
     for message in _scene_report(root, scenes, present, absent, unknown):
         print(message, flush=True)
 
-    settings = {'version': version, 'max_sweeps': max_sweeps, 'info_format': FORMAT_VERSION}
+    # Tables that were written anew (a synthetic set with other options) make parts of the old ones worthless.
+    source = [str(root.resolve()), *((root / version / f'{name}.json').stat().st_mtime_ns for name in TABLES)]
+    settings = {'version': version, 'max_sweeps': max_sweeps, 'info_format': FORMAT_VERSION, 'source': source}
     parts = Parts(out_dir / f'.{extra_tag}_infos_parts_{version}', settings, force=force)
     _WORK.update(nusc=nusc, max_sweeps=max_sweeps, annotated=version != 'v1.0-test')
     gc.collect()

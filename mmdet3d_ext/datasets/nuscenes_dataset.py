@@ -302,12 +302,9 @@ class _PathResolver:
                 return os.path.join(self.info_folder, path)
             usual = f'sweeps/{LIDAR}' if channel == SWEEPS else f'samples/{channel}'
             return os.path.join(self.root or '', self.prefix.get(channel, usual), path)
-        for part in ('samples/', 'sweeps/'):
-            if path.startswith(part):
-                return os.path.join(self.root or '', path)
-            at = path.rfind(f'/{part}')
-            if at >= 0:  # another machine's root in front
-                return path if self.root is None else os.path.join(self.root, path[at + 1:])
+        at = max(f'/{path}'.rfind(part) for part in ('/samples/', '/sweeps/'))  # the last one: a folder of the root may be called so
+        if at >= 0:  # with or without another machine's root in front
+            return path if self.root is None else os.path.join(self.root, path[at:])
         return path if os.path.isabs(path) or self.root is None else os.path.join(self.root, path)
 
 

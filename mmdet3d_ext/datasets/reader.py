@@ -63,7 +63,7 @@ class SampleReader(Dataset):
         if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget >= 0:
             raise ValueError(f'data.unreadable.budget must be a number >= 0 (below 1: a share of the samples), got {budget!r}')
         self.dataset, self.seed, self.policy = dataset, seed, policy
-        self.allowed = int(budget * len(dataset)) if budget < 1 else int(budget)
+        self.allowed = int(budget * len(dataset) if budget < 1 else min(budget, len(dataset)))
         # Shared with the workers: which samples were unreadable.
         self._unreadable = shared_zeros(len(dataset), dtype=torch.uint8) if policy == 'skip' else None
 

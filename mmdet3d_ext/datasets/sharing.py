@@ -148,7 +148,7 @@ def tensor_bytes(value: Any) -> int:
 
 def _new_folder() -> str:
     """A folder for this process; those of processes that were killed are removed."""
-    for path in glob.glob(os.path.join(tempfile.gettempdir(), f'{FOLDER}*-*')):
+    for path in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), f'{FOLDER}*-*')):
         owner = os.path.basename(path)[len(FOLDER):].split('-')[0]
         if owner.isdigit() and not os.path.exists(f'/proc/{owner}'):
             shutil.rmtree(path, ignore_errors=True)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from typing import List, NoReturn, Sequence, Tuple
 
@@ -45,6 +46,24 @@ def split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Tuple[argpars
 
     parser.error = error
     return parser.parse_args(ours), overrides
+
+
+def whole(text: str) -> int:
+    """argparse's type of a number of things, at least one."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'must be a whole number >= 1, got {text!r}')
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """argparse's type of an amount."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f'must be a number > 0, got {text!r}')
+    return value
 
 
 def list_word(value: str) -> str:

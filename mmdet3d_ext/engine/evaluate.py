@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from ..datasets.stream import batches
 from ..metrics import BevMapIoU, NuScenesDetectionMetric, gather_results, on_rank_zero
 from ..metrics.bev_iou import THRESHOLDS
+from ..metrics.nuscenes_detection import RESULTS
 from .launch import LOGGER_NAME, UserError
 from .parallel import autocast, batch_size, takes, unpack_batch
 
@@ -41,8 +42,19 @@ class Evaluator(Protocol):
         """Text for people, after :meth:`compute`."""
 
 
+def _token(batch: Mapping[str, Any], index: int) -> str:
+    meta = batch['metas'][index]
+    token = meta.get('token', meta.get('sample_idx'))
+    if token is None:
+        raise UserError(f'the samples do not say which they are (their metas hold {sorted(meta)}): add token to meta_lis_keys of Collect3D')
+    return token
+
+
 class DetectionEvaluator:
-    """nuScenes detection scores of outputs that hold ``boxes_3d``. ``format_only``: write the result file without scores."""
+    """nuScenes detection scores of outputs that hold ``boxes_3d``. ``format_only``: write the result file without scores.
+
+    ``path``: the result file, after :meth:`compute` on rank 0.
+    """
 
     task = 'object'
 
@@ -52,14 +64,16 @@ class DetectionEvaluator:
     def update(self, output: Mapping[str, Any], batch: Mapping[str, Any], index: int) -> bool:
         if 'boxes_3d' not in output:
             return False
-        self.metric.update(batch['metas'][index]['token'], output)
+        self.metric.update(_token(batch, index), output)
         return True
 
     def compute(self) -> Dict[str, float]:
         if self.format_only:
             self.path = self.metric.format()
             return {}
-        return self.metric.compute()
+        scores = self.metric.compute()
+        self.path = self.metric.out_dir / RESULTS
+        return scores
 
     def table(self) -> str:
         return f'results are in {self.path}' if self.format_only else self.metric.table
@@ -79,7 +93,7 @@ class MapEvaluator:
         if batch.get('gt_masks_bev') is None:
             raise UserError('the model predicts maps, but the evaluated samples hold no map labels: add LoadBEVSegmentation to '
                             'the pipeline and gt_masks_bev to the keys of Collect3D')
-        self.metric.update(batch['metas'][index]['token'], output['masks_bev'], batch['gt_masks_bev'][index].cpu())
+        self.metric.update(_token(batch, index), output['masks_bev'], batch['gt_masks_bev'][index].cpu())
         return True
 
     def compute(self) -> Dict[str, float]:
@@ -101,7 +115,7 @@ class ResultCollector:
     def update(self, output: Mapping[str, Any], batch: Mapping[str, Any], index: int) -> bool:
         if 'boxes_3d' not in output:
             return False
-        self.results[batch['metas'][index]['token']] = {
+        self.results[_token(batch, index)] = {
             'boxes_3d': output['boxes_3d'].tensor.cpu().numpy(), 'scores_3d': output['scores_3d'].cpu().numpy(),
             'labels_3d': output['labels_3d'].cpu().numpy()}
         return True
@@ -124,10 +138,16 @@ def build_evaluators(cfg: Mapping[str, Any], dataset: Any, out_dir: str, tasks: 
         out_dir: where result files go.
         tasks: 'object' and/or 'map'; both by default, as far as the model's output holds them.
         format_only: only write the result file for the evaluation server.
+
+    Raises:
+        UserError: for a data set that is neither. ValueError: for classes that the devkit does not score.
     """
     if hasattr(dataset, 'evaluators'):
         found = list(dataset.evaluators(out_dir))
     else:
+        if not all(hasattr(dataset, name) for name in ('dataset_root', 'version', 'transforms')):
+            raise UserError(f'a {type(getattr(dataset, "dataset", dataset)).__name__} cannot be evaluated: give one data set, not a list or '
+                            'a wrapper of data sets')
         found = [DetectionEvaluator(NuScenesDetectionMetric(
             dataset.dataset_root, dataset.version, dataset.poses, dataset.CLASSES, out_dir,
             dataset.eval_version or 'detection_cvpr_2019', dataset.modality), format_only)]

@@ -103,15 +103,23 @@ def prepare(run_dir: str, cfg: Mapping[str, Any], resuming: bool) -> Tuple[str, 
 
 def _move_aside(run_dir: str, stamp: str) -> Optional[str]:
     files = [path for pattern in ('epoch_*.pth', 'best_*', 'latest.pth', 'iter_*.pth', 'before_spike_*.pth', 'bad_batches',
-                                  'metrics', 'tf_logs', 'best.json')
-             for path in glob.glob(os.path.join(run_dir, pattern))]
+                                  'metrics', 'tf_logs', 'best.json', 'metrics.json', 'configs.yaml', 'eval', '*.log', '*.log.json')
+             for path in glob.glob(os.path.join(glob.escape(run_dir), pattern))]
     if not any(path.endswith('.pth') for path in files):
         return None
     target = os.path.join(run_dir, f'previous_{stamp}')
     os.makedirs(target, exist_ok=True)
-    for path in files + glob.glob(os.path.join(run_dir, '*.log')) + glob.glob(os.path.join(run_dir, '*.log.json')):
+    for path in files:
         os.rename(path, os.path.join(target, os.path.basename(path)))
     return target
+
+
+def moved_to(path: str, run_dir: str, moved: Optional[str]) -> str:
+    """Where a file is after :func:`prepare`: one of the run folder may have been ``moved`` with the earlier run's."""
+    folder, name = os.path.split(os.path.abspath(path))
+    if moved is None or os.path.realpath(folder) != os.path.realpath(run_dir) or not os.path.lexists(os.path.join(moved, name)):
+        return path
+    return os.path.join(moved, name)
 
 
 def dump_config(cfg: Any) -> str:

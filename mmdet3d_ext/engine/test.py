@@ -54,6 +54,8 @@ def test(cfg: Mapping[str, Any], options: Options, device: torch.device) -> Dict
     tasks = _tasks(options.eval)
     if options.out and not options.out.endswith(('.pkl', '.pickle', '.json')):
         raise UserError(f'--out must end with .pkl (boxes per sample) or .json (nuScenes results), got {options.out!r}')
+    if options.out and options.out.endswith('.json') and tasks is not None and 'object' not in tasks:
+        raise UserError(f'--out {options.out}: nuScenes results hold detections, which --eval {" ".join(options.eval)} leaves out')
     dataset_cfg = (cfg.get('data') or {}).get(options.split) or (cfg.get('data') or {}).get('val')
     if not dataset_cfg:
         raise UserError(f'the configuration has no data.{options.split}')
@@ -101,7 +103,7 @@ def test(cfg: Mapping[str, Any], options: Options, device: torch.device) -> Dict
         raise UserError(f'nothing was evaluated: the model\'s output holds nothing for --eval {" ".join(options.eval or [])}')
     _report(logger, metrics, evaluators, folder, options)
     if options.out:
-        _write_results(options.out, collector, folder, logger)
+        _write_results(options.out, collector, evaluators, logger)
     return metrics
 
 
@@ -146,17 +148,17 @@ def _report(logger: logging.Logger, metrics: Dict[str, float], evaluators: List[
         print(f'\n{table(metrics)}\n\nmetrics: {path}', flush=True)
 
 
-def _write_results(out: str, collector: Optional[ResultCollector], folder: str, logger: logging.Logger) -> None:
+def _write_results(out: str, collector: Optional[ResultCollector], evaluators: List[Any], logger: logging.Logger) -> None:
     def work() -> None:
         os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
         if collector is not None:
             with open(out, 'wb') as stream:
                 pickle.dump([dict(result, token=token) for token, result in collector.gathered.items()], stream)
         else:
-            source = os.path.join(folder, 'results_nusc.json')
-            if not os.path.exists(source):
+            source = next((e.path for e in evaluators if getattr(e, 'path', None)), None)  # not what an earlier evaluation left
+            if source is None:
                 raise UserError(f'--out {out}: the model gave no detections to write')
-            if os.path.abspath(source) != os.path.abspath(out):
+            if os.path.realpath(source) != os.path.realpath(out):
                 shutil.copyfile(source, out)
         logger.info('writing results to %s', out)
 

@@ -94,6 +94,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     resume = options.resume_from or cfg.get('resume_from') or ('auto' if cfg.get('auto_resume') else None)
     folder = options.run_dir or cfg.get('run_dir') or cfg.get('work_dir') or run_dirs.default_run_dir(cfg)
     resume, broken = _find_resume(resume, folder)
+    load_from = on_rank_zero(lambda: path_list(options.load_from or cfg.get('load_from')))  # before files are moved
     folder, stamp, moved = run_dirs.prepare(folder, cfg, resuming=bool(resume))
     logger = make_logger(folder, stamp, launch, cfg.get('log_level'))
     attach_rank_log(folder, stamp)
@@ -120,7 +121,8 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
             logger.warning('%s', finding)
 
     loader = make_loader(cfg, cfg['data']['train'], seed, train=True)
-    val = cfg['data'].get('val') if options.validate else None
+    evaluated = options.validate and cfg.get('evaluation', True) is not None  # null switches a part off
+    val = cfg['data'].get('val') if evaluated else None
     val_loader = make_loader(cfg, val, seed, train=False) if val else None
     model = make_model(cfg)
     check_object_labels(model, loader.dataset)
@@ -131,7 +133,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     model, sharing = use_sync_bn(cfg, model, device)
     check_norm_layers(cfg, model.train(), sharing * cfg['data']['samples_per_gpu'], logger)
     logger.info('Model:\n%s\n%s', model, count_parameters(model))
-    load_from = path_list(options.load_from or cfg.get('load_from'))
+    load_from = [run_dirs.moved_to(path, folder, moved) for path in load_from]
     loaded = []
     if load_from and not resume:
         loaded = load_files(model, load_from, logger, options.allow_unsafe_checkpoint, allow_partial=options.allow_partial_checkpoint,
@@ -356,7 +358,9 @@ def register_hooks(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], amp: 
 def _register_loggers(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any], iterations: int) -> None:
     """mmcv's loggers; they write nothing in an epoch that is shorter than their interval, so that is shortened to the epoch."""
     settings = run_dirs.to_plain(cfg.get('log_config'))
-    if settings and settings.get('interval', 10) > iterations:
+    if settings:
+        settings['interval'] = settings.get('interval') or 10  # mmcv's default
+    if settings and settings['interval'] > iterations:
         runner.logger.warning('log_config.interval is %d, an epoch has %d iterations: one line per epoch', settings['interval'],
                               iterations)
         settings['interval'] = iterations
@@ -417,6 +421,8 @@ def _register_evaluation(runner: CustomEpochBasedRunner, cfg: Mapping[str, Any],
     settings = run_dirs.to_plain(cfg.get('evaluation')) or {}
     model = runner.model.module
     amp_dtype = amp.dtype if settings.get('amp') else None
+    with building('data.val'):  # what cannot be evaluated is found now, not after an epoch
+        build_evaluators(cfg, loader.dataset, os.path.join(runner.work_dir, 'eval'))
 
     def run() -> Dict[str, float]:
         evaluators = build_evaluators(cfg, loader.dataset, os.path.join(runner.work_dir, 'eval'))

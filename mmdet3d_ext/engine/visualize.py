@@ -107,6 +107,8 @@ def make_dataset(cfg: Mapping[str, Any], split: str) -> Any:
     if not chosen:
         raise UserError(f'the configuration has no data.{split} (--split); it has {[k for k, v in data.items() if v]}')
     key = f'data.{split}'
+    if isinstance(chosen, list):
+        raise UserError(f'{key} (--split) is a list of data sets, and one at a time is drawn; give one with --{key}')
     while isinstance(chosen.get('dataset'), Mapping):  # CBGSDataset and other wrappers
         chosen, key = chosen['dataset'], f'{key}.dataset'
     reference = data.get('val') or data.get('test') or chosen

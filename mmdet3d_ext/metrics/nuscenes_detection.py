@@ -20,6 +20,7 @@ from .nuscenes_results import global_detections, write_results
 logger = logging.getLogger('mmdet3d_ext')
 
 Pose = Tuple[np.ndarray, np.ndarray]
+RESULTS = 'results_nusc.json'
 
 _ERROR_NAMES = {'trans_err': 'mATE', 'scale_err': 'mASE', 'orient_err': 'mAOE', 'vel_err': 'mAVE', 'attr_err': 'mAAE'}
 
@@ -96,7 +97,7 @@ class NuScenesDetectionMetric:
         if dropped:
             warnings.warn(f'NuScenesDetectionMetric: {sum(dropped.values())} boxes with non-finite values in '
                           f'{len(dropped)} samples (first: {next(iter(dropped))}) were left out', stacklevel=2)
-        return write_results(self.out_dir / 'results_nusc.json', detections, self.classes, self.modality)
+        return write_results(self.out_dir / RESULTS, detections, self.classes, self.modality)
 
     def _evaluate(self, detections: Mapping[str, Mapping[str, np.ndarray]]) -> Tuple[Dict[str, float], str]:
         from nuscenes.nuscenes import NuScenes

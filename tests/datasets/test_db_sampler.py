@@ -166,6 +166,11 @@ def test_class_without_entries_is_no_error(tmp_path, caplog):
     assert set(sampler.sample_all(np.zeros((0, 9)), np.zeros(0))['gt_labels_3d']) == {2}
 
 
+def test_database_without_any_object_is_no_error(tmp_path, caplog):
+    sampler = make(database(tmp_path, cars=0, people=0))
+    assert sampler.sample_all(np.zeros((0, 9)), np.zeros(0)) is None and "no usable 'car'" in caplog.text
+
+
 def test_draws_depend_on_the_generator_only(tmp_path):
     sampler = make(database(tmp_path))
 

@@ -96,6 +96,14 @@ def test_absent_file_names_the_command(tmp_path):
         load_info_file(tmp_path / 'mine_infos_val.pkl')
 
 
+def test_a_root_without_its_slash_is_said(tmp_path):
+    write(tmp_path / 'x_infos_val.pkl', [info()])
+    with pytest.raises(FileNotFoundError, match='x_infos_val.pkl does: dataset_root lacks its "/" at the end'):
+        load_info_file(f'{tmp_path}x_infos_val.pkl', root=tmp_path)
+    with pytest.raises(FileNotFoundError, match='create_data.py nuscenes'):
+        load_info_file(tmp_path / 'y_infos_val.pkl', root=tmp_path)
+
+
 def test_other_content_is_refused(tmp_path):
     restricted_pickle.save({'state_dict': 1}, tmp_path / 'x.pkl')
     with pytest.raises(InfoFileError, match=r"expected \{infos, metadata\} or \{data_list, metainfo\}, found \['state_dict'\]"):
@@ -103,6 +111,35 @@ def test_other_content_is_refused(tmp_path):
     write(tmp_path / 'y.pkl', [info()], {'info_format': 99})
     with pytest.raises(InfoFileError, match='has format 99'):
         load_info_file(tmp_path / 'y.pkl')
+
+
+@pytest.mark.parametrize('content, message', [
+    ({'infos': [[1]]}, 'must be mappings'),
+    ({'infos': [info()], 'metadata': [1]}, 'must be mappings'),
+    ({'infos': [info(gt_names=np.array(['car']))]}, 'gt_names has 1 entries for 6 boxes'),
+    ({'infos': [info(gt_velocity=3.0)]}, 'gt_velocity has no entries for 6 boxes'),
+    ({'infos': [info(), info('b', None)]}, "'timestamp' is missing in 1 of 2 samples .first: index 1, token b"),
+])
+def test_content_of_another_kind_names_the_file(tmp_path, content, message):
+    restricted_pickle.save(content, tmp_path / 'x_infos_val.pkl')
+    with pytest.raises(InfoFileError, match=f'info file .*x_infos_val.pkl: .*{message}'):
+        load_info_file(tmp_path / 'x_infos_val.pkl')
+
+
+def test_a_field_without_a_value_is_not_there(tmp_path):
+    path = write(tmp_path / 'x.pkl', [info(location=None, gt_velocity=None), dict(info('b'), gt_boxes=None, gt_names=None)])
+    first, second = load_info_file(path).infos
+    assert 'location' not in first and 'gt_velocity' not in first and 'gt_boxes' not in second
+    assert load_info_file(write(tmp_path / 'none.pkl', None)).infos == []
+
+
+def test_more_columns_than_seven_are_left_out(tmp_path):
+    wide = [info(), info('b', 2, n=0), info('c', 3)]
+    for one, columns in zip(wide, (9, 9, 7)):
+        one['gt_boxes'] = np.concatenate([one['gt_boxes'], np.ones((len(one['gt_boxes']), columns - 7))], axis=1)
+    found = load_info_file(write(tmp_path / 'x.pkl', wide)).infos
+    assert [one['gt_boxes'].reshape(-1, 7).shape for one in found] == [(6, 7), (0, 7), (6, 7)]
+    assert np.array_equal(found[0]['gt_boxes'], found[2]['gt_boxes'])
 
 
 # -------------------------------------------------------------------------------------------------------- conventions

@@ -184,6 +184,27 @@ def test_killed_run_goes_on_with_what_was_finished(root, tmp_path, monkeypatch):
     assert len(again) == 2, 'other settings start anew'
 
 
+def test_parts_of_other_tables_are_not_taken(tmp_path, monkeypatch):
+    """A killed run, then a data set with the same scenes that was made anew in that place."""
+    root, original, done = tiny.write(tmp_path / 'data'), nuscenes_converter._convert_scene, []
+
+    def fails_at_second(name):
+        if done:
+            raise KeyboardInterrupt
+        done.append(name)
+        return original(name)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(nuscenes_converter, '_convert_scene', fails_at_second)
+        nuscenes_converter.create_infos(root, tmp_path, version='v1.0-mini')
+    table = root / 'v1.0-mini' / 'sample_annotation.json'
+    table.write_text(json.dumps([dict(record, size=[1.0, 9.0, 1.0]) for record in json.loads(table.read_text())]))
+    nuscenes_converter.create_infos(root, tmp_path, version='v1.0-mini')
+    for split in ('train', 'val'):
+        for info in load_info_file(tmp_path / f'nuscenes_infos_{split}.pkl').infos:
+            assert (info['gt_boxes'][:, 3] == 9.0).all()
+
+
 def test_several_processes_give_the_same_files(root, made, tmp_path):
     written = nuscenes_converter.create_infos(root, tmp_path, version='v1.0-mini', max_sweeps=3, workers=2)
     gt_database.create_gt_database(written['train'], root, tmp_path, max_sweeps=3, workers=2)

@@ -181,7 +181,7 @@ def test_step_that_gives_nothing_in_evaluation_is_an_error(root):
         make(root, pipeline=[lambda data: None], test_mode=True)[0]
 
 
-@pytest.mark.parametrize('prefix', ['', './data/nuscenes/', '/elsewhere/nuscenes/'])
+@pytest.mark.parametrize('prefix', ['', './data/nuscenes/', '/elsewhere/nuscenes/', '/mnt/samples/nuscenes/', 'sweeps/x/'])
 def test_paths_with_another_root_in_front(root, tmp_path, prefix):
     data = restricted_pickle.load(root / 'nuscenes_infos_train.pkl')
     for info in data['infos']:

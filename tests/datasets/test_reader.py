@@ -111,6 +111,12 @@ def test_a_sampler_that_cannot_begin_later_is_read_up_to_there():
 
 # ---------------------------------------------------------------------------------------------------- unreadable samples
 
+def test_a_budget_without_a_limit():
+    reader = SampleReader(Noise(broken=[0, 1]), seed=1, policy='skip', budget=float('inf'))
+    with pytest.warns(UserWarning, match='budget allows 12'):
+        reader[0]
+
+
 def test_what_cannot_be_read_is_replaced_by_a_random_other_one():
     reader = SampleReader(Noise(broken=[3, 4]), seed=1, policy='skip', budget=2)
     with pytest.warns(UserWarning, match=r'cannot be read. The sample is left out .*\(1 of 12 samples cannot be read, '

@@ -1,4 +1,5 @@
 """The streaming evaluation around the metrics: what is counted, what is left out, what the table says."""
+import logging
 import resource
 from types import SimpleNamespace
 
@@ -8,8 +9,11 @@ from torch import nn
 
 from mmdet3d_ext.engine.evaluate import DetectionEvaluator, MapEvaluator, build_evaluators, evaluate, table, write_metrics
 from mmdet3d_ext.engine.launch import UserError
+from mmdet3d_ext.engine.test import Options, _write_results
+from mmdet3d_ext.engine.test import test as evaluate_checkpoint
 from mmdet3d_ext.geometry.grid import BevGrid
 from mmdet3d_ext.metrics import BevMapIoU
+from mmdet3d_ext.metrics.nuscenes_detection import RESULTS
 
 CPU = torch.device('cpu')
 GRID = BevGrid.parse([-4, 4, 1.0], [-2, 2, 1.0])
@@ -92,6 +96,36 @@ def test_choice_of_evaluators():
     data = SimpleNamespace(evaluators=lambda folder: [SimpleNamespace(task='object'), SimpleNamespace(task='map')])
     assert [e.task for e in build_evaluators({}, data, '.')] == ['object', 'map']
     assert [e.task for e in build_evaluators({}, data, '.', ['map'])] == ['map']
+
+
+def test_a_data_set_without_what_an_evaluation_needs_is_named():
+    reader = SimpleNamespace(dataset=torch.utils.data.ConcatDataset([[1], [2]]))
+    with pytest.raises(UserError, match='a ConcatDataset cannot be evaluated: give one data set'):
+        build_evaluators({}, reader, '.')
+
+
+def test_samples_are_told_by_their_tokens():
+    evaluator, label = MapEvaluator(BevMapIoU(('a',), None)), torch.ones(1, 1, 4, 4)
+    batch = {'gt_masks_bev': label, 'metas': [{'sample_idx': 's'}]}
+    assert evaluator.update({'masks_bev': label[0]}, batch, 0) and evaluator.update({'masks_bev': label[0]}, batch, 0)
+    assert evaluator.metric.samples() == 1
+    with pytest.raises(UserError, match=r"metas hold \['filename'\].: add token to meta_lis_keys of Collect3D"):
+        evaluator.update({'masks_bev': label[0]}, dict(batch, metas=[{'filename': 'x'}]), 0)
+
+
+def test_a_result_file_is_never_that_of_an_earlier_evaluation(tmp_path):
+    (tmp_path / RESULTS).write_text('of another model')
+    out, scored = str(tmp_path / 'out.json'), SimpleNamespace(compute=lambda: {'object/nds': 1.0}, out_dir=tmp_path)
+    evaluator = DetectionEvaluator(scored)
+    with pytest.raises(UserError, match='the model gave no detections to write'):
+        _write_results(out, None, [evaluator], logging.getLogger('x'))
+    assert evaluator.compute() == {'object/nds': 1.0}
+    _write_results(out, None, [SimpleNamespace(), evaluator], logging.getLogger('x'))
+    assert (tmp_path / 'out.json').read_text() == 'of another model'  # now it is this one's
+    (tmp_path / 'link.json').symlink_to(tmp_path / RESULTS)
+    _write_results(str(tmp_path / 'link.json'), None, [evaluator], logging.getLogger('x'))
+    with pytest.raises(UserError, match='hold detections, which --eval map leaves out'):
+        evaluate_checkpoint({}, Options('none', eval=['map'], out=out), CPU)
 
 
 def test_thresholds_of_the_configuration(monkeypatch):

@@ -114,6 +114,21 @@ def test_nothing_non_finite_reaches_the_weights(value, where, caplog):
     assert all(p.grad is None for p in runner.model.parameters())
 
 
+def test_a_fixed_scale_searches_nothing(caplog):
+    """No later step would fit, so the guard must count what a scaler's search would excuse."""
+    runner = Runner(GuardedOptimizerHook(scaler=make_scaler(512.0, 'cpu'), guard=Guard(max_consecutive=3)))
+
+    def overflows(m):
+        out = m(torch.ones(3)).sum()
+        out.register_hook(lambda g: g * float('inf'))
+        return out
+
+    runner.step(overflows), runner.step(overflows)
+    with pytest.raises(NonFiniteError, match='the losses are finite.* at the fixed loss scale 512 .*in 3 steps in a row'):
+        runner.step(overflows)
+    assert runner.hook.counts == {'steps': 0, 'scaler_skips': 0, 'nonfinite_skips': 3} and 'search' not in caplog.text
+
+
 def test_too_many_in_a_row_stop_the_run():
     runner = Runner(GuardedOptimizerHook(guard=Guard(max_consecutive=3)))
     bad = lambda m: m(torch.ones(3)).sum() * float('nan')  # noqa: E731

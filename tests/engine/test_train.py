@@ -190,7 +190,48 @@ def test_an_earlier_run_in_the_folder_is_moved_aside(tmp_path):
     run(tmp_path, '--max_epochs', 1, '--seed', 4)
     moved = glob.glob(str(tmp_path / 'run' / 'previous_*'))
     assert len(moved) == 1 and open(os.path.join(moved[0], 'epoch_1.pth'), 'rb').read() == before
+    assert {'configs.yaml', 'metrics.json', 'metrics'} <= set(os.listdir(moved[0]))
+    assert 'seed: 3' in open(os.path.join(moved[0], 'configs.yaml')).read()
     assert 'held an earlier run' in log_text(tmp_path)
+
+
+def test_a_run_starts_from_weights_of_the_run_that_it_moves_aside(tmp_path):
+    run(tmp_path, '--max_epochs', 1)
+    run(tmp_path, '--max_epochs', 1, '--load_from', tmp_path / 'run' / 'latest.pth', '--optimizer.lr', 0.0,
+        '--optimizer.weight_decay', 0.0)
+    moved = glob.glob(str(tmp_path / 'run' / 'previous_*'))
+    assert equal(weights(tmp_path / 'run' / 'epoch_1.pth'), weights(os.path.join(moved[0], 'epoch_1.pth')))
+
+
+def test_any_name_of_a_run_folder(tmp_path):
+    folder = tmp_path / 'zwei Läufe, lr=[1e-4] *?'
+    folder.mkdir()
+    run(folder, '--max_epochs', 2, '--checkpoint_config.max_keep_ckpts', 1)
+    assert [path.name for path in (folder / 'run').glob('epoch_*.pth')] == ['epoch_2.pth']
+    (folder / 'run' / 'epoch_3.pth.tmp-77').write_bytes(b'')
+    run(folder, '--max_epochs', 3, options={'resume_from': 'auto'})
+    assert sorted(path.name for path in (folder / 'run').glob('epoch_*')) == ['epoch_2.pth', 'epoch_3.pth']
+    run(folder, '--max_epochs', 1, '--load_from', folder / 'run' / 'latest.pth')
+    places = [folder / 'run', *(folder / 'run').glob('previous_*')]
+    assert [sorted(path.name for path in place.glob('epoch_*')) for place in places] == [['epoch_1.pth'], ['epoch_2.pth', 'epoch_3.pth']]
+
+
+def test_null_switches_a_part_off(tmp_path):
+    run(tmp_path, '--max_epochs', 2, '--checkpoint_config.max_keep_ckpts', 'null', '--log_config.interval', 'null', '--evaluation', 'null',
+        '--optimizer_config.grad_clip', 'null', '--ema', '{decay: 0.9, warm_up: null}')
+    assert sorted(path.name for path in (tmp_path / 'run').glob('epoch_*')) == ['epoch_1.pth', 'epoch_2.pth']
+    assert 'Epoch(val)' not in log_text(tmp_path) and not (tmp_path / 'run' / 'metrics.json').exists()
+
+
+@pytest.mark.parametrize('key, value', [
+    ('optimizer_config.grad_clip.max_norm', 'null'), ('optimizer_config.grad_clip.max_norm', -35),
+    ('optimizer_config.grad_clip.norm_type', 0), ('evaluation.start', 'late'), ('ema', '{warm_up: -1}'),
+    ('checkpoint_config.max_keep_ckpts', 'few'),
+])
+def test_values_that_would_end_or_turn_the_run_later_are_refused_before_it(tmp_path, key, value):
+    with pytest.raises(UserError, match=rf'{key.replace("ema", "ema.warm_up")} must be a .*number'):
+        run(tmp_path, f'--{key}', value)
+    assert not (tmp_path / 'run' / 'epoch_1.pth').exists()
 
 
 def test_default_folder_names_code_and_configuration(tmp_path, monkeypatch):
@@ -296,9 +337,10 @@ def test_average_follows_its_formula(tmp_path):
 
 
 @pytest.mark.parametrize('wrong, message', [
-    ({'ema': {'decay': 1.5}}, 'ema.decay must be between 0 and 1'), ({'ema': {'decy': 0.9}}, 'decy'),
-    ({'amp': {'dtype': 'fp8'}}, "amp.dtype: 'fp8' is not one of"), ({'amp': {'type': 'fp16'}}, "unknown keys \\['type'\\]"),
-    ({'custom_hooks': [{'type': 'EMAHok'}]}, "custom_hooks.0': 'EMAHok' is not known; did you mean 'EMAHook'"), ({'seed': -1}, 'seed must be'),
+    ({'ema': {'decay': 1.5}}, "key 'ema.decay': must be between 0 and 1"), ({'ema': {'decy': 0.9}}, 'decy'),
+    ({'amp': {'dtype': 'fp8'}}, "amp.dtype': 'fp8' is not one of"), ({'amp': {'type': 'fp16'}}, "unknown keys \\['type'\\]"),
+    ({'custom_hooks': [{'type': 'EMAHok'}]}, "custom_hooks.0': 'EMAHok' is not known; did you mean 'EMAHook'"),
+    ({'seed': -1}, "key 'seed': must be"),
     ({'runner': {'type': 'IterBasedRunner', 'max_epochs': 2}}, 'runner.type'), ({'max_epochs': 0}, "toy.yaml:.*key 'max_epochs': must be"),
     ({'data': {'samples_per_gpu': 0, 'train': {'type': 'EngineToyDataset'}}},
      "key 'data.samples_per_gpu': must be a whole number >= 1, got 0")])

@@ -79,7 +79,7 @@ def test_help_shows_examples(tool, capsys):
     (['--optimzer.lr', '1'], "unknown key 'optimzer' at the top; did you mean 'optimizer'"),
     (['--load_from', 'nope.pth'], 'checkpoint nope.pth does not exist'),
     (['--resume_from', 'nope.pth'], 'checkpoint nope.pth does not exist'),
-    (['--amp.dtype', 'fp8'], "amp.dtype: 'fp8' is not one of fp16, bf16, fp32"),
+    (['--amp.dtype', 'fp8'], "amp.dtype': 'fp8' is not one of fp16, bf16, fp32"),
 ])
 def test_mistakes_are_one_clean_line(tmp_path, capsys, words, message):
     code = TRAIN.main([write_config(tmp_path), '--run-dir', str(tmp_path / 'run'), *words])

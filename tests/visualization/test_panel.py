@@ -109,3 +109,5 @@ def test_wrong_options(prepared, options, message, tmp_path):
     from mmdet3d_ext.engine.visualize import Options, visualize
     with pytest.raises(UserError, match=message):
         visualize(prepared, Options(**{'out_dir': str(tmp_path), **options}), torch.device('cpu'))
+    with pytest.raises(UserError, match='data.train .--split. is a list of data sets'):
+        visualize({'data': {'train': [{}, {}]}}, Options(split='train'), torch.device('cpu'))

@@ -28,7 +28,10 @@ def read_points(path: str, load_dim: int) -> np.ndarray:
     if not os.path.isfile(path):
         raise FileNotFoundError(f'point cloud {path!r} does not exist; check dataset_root and that all blobs are unpacked')
     if path.endswith('.npy'):
-        values = np.load(path, allow_pickle=False).astype(np.float32).reshape(-1)
+        try:
+            values = np.load(path, allow_pickle=False).astype(np.float32).reshape(-1)
+        except (ValueError, EOFError) as error:
+            raise ValueError(f'point cloud {path!r} is damaged or no .npy file: {error}') from error
     else:
         size = os.path.getsize(path)
         if size % (4 * load_dim):

@@ -85,7 +85,7 @@ class LoadRadarPointsMultiSweeps:
         pc_range: accepted for old configurations; use PointsRangeFilter.
         compensate_velocity: move returns of older sweeps by their compensated velocity times the time lag.
         filtering: ``'default'`` (the devkit's) or ``'none'``.
-        normalize, normalize_dims: scale kept columns to [0, 1] by (column, low, high).
+        normalize, normalize_dims: scale kept columns to [0, 1] by (column among those of ``use_dim``, low, high).
         test_mode, file_client_args: accepted for old configurations, without effect.
     """
 
@@ -103,6 +103,10 @@ class LoadRadarPointsMultiSweeps:
                              f'{TIME_LAG + 1 + ENCODED}, got {use_dim!r}')
         if filtering not in FILTERS:
             raise ValueError(f'LoadRadarPointsMultiSweeps: filtering must be one of {sorted(FILTERS)}, got {filtering!r}')
+        for column, low, high in normalize_dims if normalize else ():
+            if not (0 <= column < len(columns) and low < high):
+                raise ValueError(f'LoadRadarPointsMultiSweeps: normalize_dims are (column, low, high) with low < high and a column below '
+                                 f'{len(columns)} (those of use_dim, counted from 0), got {(column, low, high)}')
         self.use_dim = columns
         self.sweeps_num = sweeps_num
         self.max_num = max_num

@@ -69,6 +69,7 @@ class GeneratorConfig:
         self._check_range('lidar_azimuth_steps', 60, 4096)
         self._check_range('map_blocks', 2, 12)
         self._check_range('jpeg_quality', 1, 100)
+        self._check_range('seed', 0, 2 ** 63 - 1)
         width, height = self.image_size
         if not (64 <= width <= 4096 and 36 <= height <= 4096):
             raise ValueError(f'image_size: width must be 64 to 4096 and height 36 to 4096, got {self.image_size}')

@@ -91,7 +91,8 @@ def _prepare(root: Path, config: GeneratorConfig, overwrite: bool) -> Optional[d
             state = 'a finished' if marker.get('complete') else 'an unfinished'
             raise FileExistsError(f'{root} holds {state} synthetic data set with other options; pass overwrite=True '
                                   f'(--overwrite) to replace it, or choose another folder')
-        for name in (*OWN, WORK, marker.get('version', config.version)):
+        version = marker.get('version') or marker['summary']['version']
+        for name in (*OWN, WORK, version):
             shutil.rmtree(root / name, ignore_errors=True)
         (root / MARKER).unlink()
         marker = None

@@ -27,15 +27,15 @@ def read_checkpoint(path: str, allow_unsafe: bool = False) -> Dict[str, Any]:
     Raises:
         CheckpointError: if the file is absent, truncated, not a checkpoint, or needs ``allow_unsafe``.
     """
-    path = os.fspath(path)
+    path = os.path.expanduser(os.fspath(path))  # as the configuration's check reads it
     if re.match(r'^\w+://', path):
         raise CheckpointError(f'{path}: only local files are read; download it first and give its path')
     if os.path.isdir(path):
-        inside = sorted(os.path.basename(p) for p in glob.glob(os.path.join(path, '*.pth')))
+        inside = sorted(os.path.basename(p) for p in glob.glob(os.path.join(glob.escape(path), '*.pth')))
         hint = f'give one of its files: {", ".join(inside[:8])}' if inside else 'give a file such as latest.pth'
         raise CheckpointError(f'checkpoint {path} is a folder; {hint}')
     if not os.path.isfile(path):
-        near = sorted(glob.glob(os.path.join(os.path.dirname(path) or '.', '*.pth')))
+        near = sorted(glob.glob(os.path.join(glob.escape(os.path.dirname(path)) or '.', '*.pth')))
         there = f'; there are {", ".join(os.path.basename(p) for p in near[:8])}' if near else ''
         broken = ' (a link to a file that is gone)' if os.path.islink(path) else ''
         raise CheckpointError(f'checkpoint {path} does not exist{broken}{there}')

@@ -137,7 +137,7 @@ def link_atomic(target: str, link: str) -> None:
 
 def clean_leftovers(folder: str) -> None:
     """Remove half-written files of runs that were killed while writing."""
-    for path in glob.glob(os.path.join(folder, '*.pth.tmp-*')):
+    for path in glob.glob(os.path.join(glob.escape(folder), '*.pth.tmp-*')):
         try:
             os.unlink(path)
         except OSError:
@@ -150,7 +150,7 @@ def list_checkpoints(folder: str, prefix: str = '') -> List[Tuple[Tuple[int, int
     ``<prefix>epoch_<N>.pth`` stands after N whole epochs, ``<prefix>epoch_<N>_iter_<M>.pth`` M iterations later.
     """
     found = []
-    for path in glob.glob(os.path.join(folder, f'{prefix}epoch_*.pth')):
+    for path in glob.glob(os.path.join(glob.escape(folder), f'{prefix}epoch_*.pth')):
         match = re.fullmatch(rf'{prefix}epoch_(\d+)(?:_iter_(\d+))?\.pth', os.path.basename(path))
         if match:
             found.append(((int(match[1]), int(match[2] or 0)), path))

@@ -15,6 +15,7 @@ from .. import rank_state
 from ..checkpoint import CheckpointWriteError, link_atomic, list_checkpoints, write_atomic
 from ..launch import UserError
 
+FILE_NAME = 'epoch_{}.pth'
 LESS_IS_BETTER = ('loss', '_err', 'mate', 'mase', 'maoe', 'mave', 'maae')
 
 
@@ -36,24 +37,33 @@ class SafeCheckpointHook(Hook):
 
     Args:
         interval: epochs between checkpoints.
-        max_keep_ckpts: newest files that are kept; -1 keeps all. Older ones are removed only after a newer one is safe.
+        max_keep_ckpts: newest files that are kept; -1 or null keeps all. Older ones are removed only after a newer one is safe.
         save_optimizer: with it a run can be resumed.
-        out_dir: another folder than the run's.
+        out_dir, filename_tmpl: mmcv's, refused: files that lie elsewhere or are called otherwise would not be found to resume from.
         create_symlink: whether to make ``latest.pth``.
         save_last: also save after the last epoch when ``interval`` does not divide it.
         every_iters: iterations between checkpoints within an epoch (after the group of accumulated steps is complete).
         every_minutes: minutes between checkpoints, by rank 0's clock; those of epochs count.
     """
 
-    def __init__(self, interval: int = 1, max_keep_ckpts: int = -1, save_optimizer: bool = True, out_dir: Optional[str] = None,
-                 create_symlink: bool = True, save_last: bool = True, filename_tmpl: str = 'epoch_{}.pth',
+    def __init__(self, interval: int = 1, max_keep_ckpts: Optional[int] = -1, save_optimizer: bool = True,
+                 out_dir: Optional[str] = None, create_symlink: bool = True, save_last: bool = True, filename_tmpl: str = FILE_NAME,
                  every_iters: Optional[int] = None, every_minutes: Optional[float] = None):
         if not isinstance(interval, int) or isinstance(interval, bool) or interval == 0:
             raise ValueError(f'checkpoint_config.interval must be a whole number of epochs (-1: only the last), '
                              f'got {interval!r}')
+        max_keep_ckpts = -1 if max_keep_ckpts is None else max_keep_ckpts
+        if not isinstance(max_keep_ckpts, int) or isinstance(max_keep_ckpts, bool):
+            raise ValueError(f'checkpoint_config.max_keep_ckpts must be a whole number (-1: all), got {max_keep_ckpts!r}')
+        if out_dir is not None:
+            raise ValueError(f'checkpoint_config.out_dir is {out_dir!r}: checkpoints lie in the run folder, where resuming, restarts and '
+                             'the tools look for them; leave it out, and put the run folder there (--run-dir)')
+        if filename_tmpl != FILE_NAME:
+            raise ValueError(f'checkpoint_config.filename_tmpl is {filename_tmpl!r}: by the name {FILE_NAME} resuming, the removal of old '
+                             'files and the tools find checkpoints; leave it out')
         self.interval, self.max_keep_ckpts, self.save_optimizer = interval, max_keep_ckpts, save_optimizer
-        self.out_dir, self.create_symlink = out_dir, create_symlink
-        self.save_last, self.filename_tmpl = save_last, filename_tmpl
+        self.create_symlink, self.save_last = create_symlink, save_last
+        self.out_dir: Optional[str] = None  # the run folder, once the run begins
         if every_iters is not None and (not isinstance(every_iters, int) or isinstance(every_iters, bool) or every_iters < 1):
             raise ValueError(f'checkpoint_config.every_iters must be a whole number >= 1 or null, got {every_iters!r}')
         if every_minutes is not None and (isinstance(every_minutes, bool) or not isinstance(every_minutes, (int, float))
@@ -65,9 +75,7 @@ class SafeCheckpointHook(Hook):
     def before_run(self, runner: Any) -> None:
         runner.saver = self
         self._saved_at, self._turn = time.monotonic(), runner.iter // (self.every_iters or 1)
-        self.out_dir = os.path.abspath(self.out_dir) if self.out_dir else runner.work_dir
-        if runner.rank == 0:
-            os.makedirs(self.out_dir, exist_ok=True)
+        self.out_dir = runner.work_dir
         runner.logger.info('Checkpoints will be saved to %s by HardDiskBackend.', self.out_dir)
 
     def saves_epoch(self, runner: Any) -> bool:
@@ -82,7 +90,7 @@ class SafeCheckpointHook(Hook):
 
     @master_only
     def _save(self, runner: Any) -> None:
-        if self._write(runner, lambda: runner.save_checkpoint(self.out_dir, self.filename_tmpl, self.save_optimizer,
+        if self._write(runner, lambda: runner.save_checkpoint(self.out_dir, FILE_NAME, self.save_optimizer,
                                                               create_symlink=self.create_symlink)):
             files = [path for _, path in list_checkpoints(self.out_dir) if path != runner.last_checkpoint]
             within = [path for path in files if '_iter_' in os.path.basename(path)]
@@ -196,7 +204,7 @@ class BestKeeper:
                 link_or_copy(source, path)
             else:
                 write_atomic(runner.checkpoint_content(), path)
-            _write_json({'metric': self.metric, 'score': score, 'epoch': epoch, 'file': name}, record_path)
+            write_json({'metric': self.metric, 'score': score, 'epoch': epoch, 'file': name}, record_path)
         except (OSError, CheckpointWriteError) as error:
             runner.logger.error('ALARM: cannot keep the best checkpoint %s: %s. The earlier one stays', name, error)
             return
@@ -231,9 +239,14 @@ def _read_json(path: str) -> Dict[str, Any]:
         return {}
 
 
-def _write_json(value: Mapping[str, Any], path: str) -> None:
+def write_json(value: Mapping[str, Any], path: str) -> None:
+    """Whole or not at all."""
     temporary = f'{path}.tmp-{os.getpid()}'
-    with open(temporary, 'w') as stream:
-        json.dump(value, stream, indent=2)
-        stream.write('\n')
+    try:
+        with open(temporary, 'w') as stream:
+            json.dump(value, stream, indent=2)
+            stream.write('\n')
+    except OSError:
+        _remove(temporary)
+        raise
     os.replace(temporary, path)

@@ -21,11 +21,11 @@ class WeightAverageHook(Hook):
     Args:
         decay: d, in (0, 1). mmcv users write ``momentum`` = 1 - decay.
         evaluate: weights that validation uses, and ``tools/test.py`` by default: 'ema' or 'raw'.
-        warm_up: the 10 in the formula above; 0 keeps ``decay`` from the start.
+        warm_up: the 10 in the formula above; 0 or null keeps ``decay`` from the start.
     """
 
     def __init__(self, decay: Optional[float] = None, momentum: Optional[float] = None, evaluate: str = 'ema',
-                 warm_up: int = 10):
+                 warm_up: Optional[int] = 10):
         if decay is not None and momentum is not None:
             raise ValueError('ema: give decay or momentum (= 1 - decay), not both')
         decay = 1.0 - momentum if momentum is not None else 0.999 if decay is None else decay
@@ -33,7 +33,10 @@ class WeightAverageHook(Hook):
             raise ValueError(f'ema.decay must be between 0 and 1, got {decay}')
         if evaluate not in MODES:
             raise ValueError(f'ema.evaluate must be one of {MODES}, got {evaluate!r}')
-        self.decay, self.evaluate, self.warm_up = float(decay), evaluate, int(warm_up)
+        warm_up = 0 if warm_up is None else warm_up
+        if isinstance(warm_up, bool) or not isinstance(warm_up, int) or warm_up < 0:
+            raise ValueError(f'ema.warm_up must be a whole number >= 0, got {warm_up!r}')
+        self.decay, self.evaluate, self.warm_up = float(decay), evaluate, warm_up
         self.steps = 0
         self.average: Dict[str, torch.Tensor] = {}
         self._loaded: Optional[Dict[str, torch.Tensor]] = None

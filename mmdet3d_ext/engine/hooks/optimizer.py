@@ -16,6 +16,7 @@ THOROUGH = 3  # steps of a row of non-finite ones that are computed again to see
 ENDS_BADLY = 3  # non-finite steps in a row with which a run must not end as if all were well: one may be chance
 MANY = 0.1  # share of an epoch's steps; the recipes' own runs skip none in thousands
 SEARCH_FLOOR = 1.0  # a gradient that overflows at a loss scale of 1 is not the scaler's doing
+FIXED = 1.0 - 1e-12  # backoff of a scale that stays (GradScaler wants less than 1); such a scaler searches nothing
 
 
 def make_scaler(loss_scale: Union[str, float, int, Mapping[str, Any], None], device_type: str) -> torch.amp.GradScaler:
@@ -28,7 +29,7 @@ def make_scaler(loss_scale: Union[str, float, int, Mapping[str, Any], None], dev
         return torch.amp.GradScaler(device_type)
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
         return torch.amp.GradScaler(device_type, init_scale=float(loss_scale), growth_interval=2**31 - 1,
-                                    backoff_factor=1.0 - 1e-12)
+                                    backoff_factor=FIXED)
     if isinstance(loss_scale, Mapping):
         try:
             return torch.amp.GradScaler(device_type, **loss_scale)
@@ -63,6 +64,9 @@ class GuardedOptimizerHook(Hook):
         unknown = set(grad_clip or {}) - {'max_norm', 'norm_type'}
         if unknown:
             raise ValueError(f'optimizer_config.grad_clip: unknown keys {sorted(unknown)}; it takes max_norm and norm_type')
+        for key, value in {'max_norm': None, **grad_clip}.items() if grad_clip else ():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+                raise ValueError(f'optimizer_config.grad_clip.{key} must be a number > 0, got {value!r} (grad_clip: null does not clip)')
         self.max_norm = float(grad_clip['max_norm']) if grad_clip else None
         self.norm_type = float((grad_clip or {}).get('norm_type', 2))
         self.cumulative_iters, self.scaler, self.guard = cumulative_iters, scaler, guard or Guard()
@@ -173,7 +177,8 @@ class GuardedOptimizerHook(Hook):
         """Count and report a skipped step; returns what was not finite, or None for the scaler's search."""
         bad, where = self._bad, _place(runner)
         scale = self.scaler.get_scale() if self.scaler is not None else None
-        if scale is not None and scale > SEARCH_FLOOR and not bad:
+        fixed = scale is not None and self.scaler.get_backoff_factor() >= FIXED
+        if scale is not None and scale > SEARCH_FLOOR and not fixed and not bad:
             self.counts['scaler_skips'] += 1
             runner.logger.info('%s: gradients overflow in float16 at loss scale %g; step skipped, loss scale now %g (the '
                                'scaler\'s normal search)', where, scale, scale * self.scaler.get_backoff_factor())
@@ -181,6 +186,8 @@ class GuardedOptimizerHook(Hook):
         self.counts['nonfinite_skips'] += 1
         self.consecutive += 1
         what = f'non-finite loss ({", ".join(bad)})' if bad else 'non-finite gradient (the losses are finite)'
+        if fixed and not bad:
+            what += f' at the fixed loss scale {scale:g} (fp16.loss_scale: dynamic lowers it where float16 overflows)'
         runner.logger.warning('%s: %s; step skipped on all ranks, weights unchanged (%d in a row, %d in this run)', where, what,
                               self.consecutive, self.counts['nonfinite_skips'])
         return what

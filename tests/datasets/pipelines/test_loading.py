@@ -184,6 +184,13 @@ def test_first_sample_of_a_scene_without_sweeps(tmp_path):
     assert len(key_only['points']) == 50 and not key_only['points'].tensor[:, 4].any()
 
 
+@pytest.mark.parametrize('content', [b'', b'123', b'\x93NUMPY\x01\x00v'])
+def test_damaged_npy_files_name_themselves(tmp_path, content):
+    (tmp_path / 'cloud.npy').write_bytes(content)
+    with pytest.raises(ValueError, match=r'point cloud .*cloud\.npy. is damaged'):
+        read_points(str(tmp_path / 'cloud.npy'), 5)
+
+
 def test_empty_clouds_pass(tmp_path):
     data = sample_with_sweeps(tmp_path, 2)
     for name in ('key.bin', '0.bin', '1.bin'):

@@ -93,6 +93,12 @@ def test_encodings_limits_and_normalisation(tmp_path):
     np.testing.assert_allclose(scaled[:, 3], (raw[:, 5] + 20) / 40, atol=1e-6)
 
 
+@pytest.mark.parametrize('dims', [[(5, 0, 1)], [(-1, 0, 1)], [(3, 1, 1)]])
+def test_normalisation_of_what_is_not_kept_is_refused(dims):
+    with pytest.raises(ValueError, match='normalize_dims are .* below 5'):
+        PIPELINES.build(dict(type='LoadRadarPointsMultiSweeps', normalize=True, normalize_dims=dims))
+
+
 def test_no_returns_and_no_radar(tmp_path):
     write_radar(tmp_path / 'none.pcd', count=1, nan_row=True)
     step = PIPELINES.build(dict(type='LoadRadarPointsMultiSweeps'))

@@ -100,6 +100,8 @@ def test_overwrite_replaces_own_files_only(tmp_path):
     generate(tmp_path, seed=8, overwrite=True, **tiny)
     assert (tmp_path / 'nuscenes_infos_train.pkl').read_bytes() == b'kept'
     assert len(list((tmp_path / 'samples' / 'LIDAR_TOP').iterdir())) == 1
+    generate(tmp_path, seed=8, overwrite=True, **{**tiny, 'version': 'v1.0-trainval'})
+    assert [path.name for path in tmp_path.glob('v1.0-*')] == ['v1.0-trainval']
 
 
 @pytest.mark.parametrize('options,message', [
@@ -109,7 +111,8 @@ def test_overwrite_replaces_own_files_only(tmp_path):
     ({'sweeps': 10}, 'sweeps: must be a whole number from 0 to 9, got 10'),
     ({'sweeps': 1.5}, 'sweeps'), ({'samples_per_scene': 0}, 'samples_per_scene'),
     ({'image_size': (10, 10)}, 'image_size'), ({'density': -1.0}, 'density'), ({'jpeg_quality': 0}, 'jpeg_quality'),
-    ({'sweep': 1}, r"unknown option\(s\) \['sweep'\]"), ({'workers': 0}, 'workers'), ({'preset': 'huge'}, 'preset')])
+    ({'sweep': 1}, r"unknown option\(s\) \['sweep'\]"), ({'workers': 0}, 'workers'), ({'preset': 'huge'}, 'preset'),
+    ({'seed': -1}, 'seed: must be a whole number from 0')])
 def test_bad_options_are_named(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         generate(tmp_path / 'x', **options)

@@ -25,6 +25,12 @@ class Runs:
         return (os.mkdir, (self.path,))
 
 
+def test_a_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    save({'state_dict': {'w': torch.ones(1)}}, tmp_path / 'a.pth')
+    assert 'state_dict' in read_checkpoint('~/a.pth')
+
+
 def test_a_pickle_that_runs_code_is_refused_and_does_not_run(tmp_path):
     trace = str(tmp_path / 'trace')
     path = save({'state_dict': {'w': torch.ones(1)}, 'meta': Runs(trace)}, tmp_path / 'evil.pth')

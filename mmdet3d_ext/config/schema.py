@@ -53,13 +53,12 @@ IGNORED = {
     'num_threads': 'OMP_NUM_THREADS and opencv_num_threads set them',
     'launcher': 'it is found out from the environment',
 }
-_LOADER = 'samples_per_gpu workers_per_gpu persistent_workers prefetch_factor pin_memory timeout'
 _SECTIONS = {
     'data': 'samples_per_gpu workers_per_gpu persistent_workers prefetch_factor pin_memory unreadable train val test '
             'train_dataloader val_dataloader test_dataloader',
     'data.unreadable': 'policy budget',
-    'data.train_dataloader': f'{_LOADER} unreadable',
-    'data.val_dataloader': _LOADER,
+    **dict.fromkeys(('data.train_dataloader', 'data.val_dataloader'),
+                    'samples_per_gpu workers_per_gpu persistent_workers prefetch_factor pin_memory unreadable'),
     'guard': 'max_consecutive action lr_factor max_rollbacks save_batches spike task_gradients',
     'guard.spike': 'factor window keep',
     'checkpoint_config': 'interval by_epoch max_keep_ckpts save_optimizer save_last out_dir create_symlink filename_tmpl '

@@ -120,6 +120,15 @@ def test_tool_writes_its_files(tmp_path, capsys):
     assert '| train | 1 | fp32 |' in capsys.readouterr().out
 
 
+def test_a_loader_goes_on_epoch_after_epoch():
+    class Loader(list):
+        sampler = dataset = None
+
+    assert list(benchmark._Endless(Loader('abc'), 7)) == list('abcabca')
+    with pytest.raises(UserError, match='gives no batch'):
+        list(benchmark._Endless(Loader(), 1))
+
+
 def test_tool_times_all_runs_before_it_profiles_one(monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location('benchmark_tool_in_order', REPO / 'tools' / 'benchmark.py')
     tool = importlib.util.module_from_spec(spec)

@@ -14,9 +14,10 @@ Phase 3's again ("stay"), or Stage 1's, or Stage 1's without one part. Rows of a
 --epochs fit tries all second trainings side by side for seconds, measures their pace, and takes as many epochs as --slice has room for.
 
 Rows are kept in --rows as they end and not trained again. When --slice seconds are over, the trainings at work write checkpoints and end; the
-next call goes on there if --work is still there, and trains them anew if not. If the headline's rows are late, others make room. A
-training that fails twice is said in its row, and the others go on. On a machine whose files are lost between calls bring --rows back after
-each and have it in place before the next. Heads, losses and grids are those of the configurations; FORMS below says what is reduced.
+next call goes on there if --work is still there, and trains them anew if not. If the headline's rows are late, others make room, of the
+headline itself the last seeds. A training that fails twice is said in its row, and the others go on. The page is written with every row.
+On a machine whose files are lost between calls bring --rows back after each and have it in place before the next. Heads, losses and
+grids are those of the configurations; FORMS below says what is reduced.
 
 Exit codes: 0 all rows are there; 1 some trainings failed; 75 the time was over, the same command goes on.
 """
@@ -48,6 +49,7 @@ FIELD = (0.35, 0.40, 0.45, 0.50, 0.55, 0.60, 0.65)  # mmdet3d_ext.metrics.bev_io
 # More than these: a head without dice gives thin classes lower probabilities, and the rest says what it tells apart.
 THRESHOLDS = ', '.join(f'{number / 20:g}' for number in range(1, 20))
 TRIAL_STEPS, TRIAL_SECONDS, TRIAL_START = 3, 10.0, 150.0  # of the trial: steps before the clock starts; its seconds; most before it
+REST = 1000  # turn of the rows that are not the headline's, whose turn is their seed
 SHARING = 2.5  # assumed by --plan: what several trainings on one GPU do together, against one that waits for its launches
 FULL_HEAD = (f'{HEAD}.deep_supervision', 'true', f'{HEAD}.use_dice_loss', 'true', f'{HEAD}.class_weights',
              '{stop_line: 4.0, divider: 3.0}')
@@ -155,10 +157,10 @@ def as_trainings(rows: Sequence[Row], steps: int) -> Dict[Tuple[str, ...], Train
     """The trainings that rows need, by words, those of the headline first; rows with the same base share it."""
     found: Dict[Tuple[str, ...], Training] = {}
     for row in rows:
-        first = row.name in HEADLINE
-        base = found.setdefault(('base', *row.base), Training(f'base of {row.key}', row.base, steps, validate=False, first=first))
-        base.first |= first
-        found[row.second] = Training(row.key, row.second, steps, base, first=first)
+        turn = row.seed if row.name in HEADLINE else REST + row.seed
+        base = found.setdefault(('base', *row.base), Training(f'base of {row.key}', row.base, steps, validate=False, turn=turn))
+        base.turn = min(base.turn, turn)
+        found[row.second] = Training(row.key, row.second, steps, base, turn=turn)
     return found
 
 
@@ -170,9 +172,12 @@ def result(row: Row, training: Training, arguments: argparse.Namespace) -> Dict[
         return {**record, 'error': training.why}
     work = Path(arguments.work)
     folders = [training.after.folder(work), training.folder(work)]
-    metrics = json.loads((folders[1] / 'metrics.json').read_text())
+    try:
+        metrics = scores(json.loads((folders[1] / 'metrics.json').read_text()))
+    except (OSError, ValueError, KeyError) as error:  # the others are not to end for it
+        return {**record, 'error': f'its metrics cannot be read: {error!r}'}
     logs = [side_by_side.train_records(folder) for folder in folders]
-    return {**record, 'metrics': scores(metrics), 'seconds': [round(side_by_side.seconds_spent(folder), 1) for folder in folders],
+    return {**record, 'metrics': metrics, 'seconds': [round(side_by_side.seconds_spent(folder), 1) for folder in folders],
             'iterations': [side_by_side.iterations(log) for log in logs], 'side_by_side': arguments.jobs,
             'step_ms': [round(1000 * side_by_side.seconds_per_step(log), 1) for log in logs],
             'loss': [[round(log[0]['loss'], 4), round(log[-1]['loss'], 4)] if log and 'loss' in log[0] else None for log in logs]}
@@ -252,8 +257,7 @@ def fit(form: Form, wanted: Sequence[Row], arguments: argparse.Namespace, deadli
                 return {one: past / max(1, after[one] - before.get(one, 0)) for one in after}
 
     def end(these: Sequence[Training]) -> None:
-        for one in these:
-            pool.kill(one, pool.runs.pop(one))
+        pool.kill({one: pool.runs.pop(one) for one in these})
 
     began = time.monotonic()
     try:
@@ -264,6 +268,8 @@ def fit(form: Form, wanted: Sequence[Row], arguments: argparse.Namespace, deadli
                 raise OutOfTime
             time.sleep(0.2)
         start = time.monotonic() - began
+        begun = [one for one, count in steps().items() if count >= arguments.trial[0]]
+        end([one for one in pool.runs if begun and one not in begun])  # one that hangs is not to stand for the others
         loaded = pace(arguments.trial[1])
         coarse = [one for one in pool.runs if one.words[0] == form.phase3][:len(bases)] or list(pool.runs)[:1]
         end([one for one in pool.runs if one not in coarse])
@@ -274,12 +280,15 @@ def fit(form: Form, wanted: Sequence[Row], arguments: argparse.Namespace, deadli
         shutil.rmtree(pool.work, ignore_errors=True)
     base_step, second_step = statistics.mean(alone.values()), max(loaded.values())
     evaluation = evaluation_seconds(form, second_step)
-    most = next((epochs for epochs in range(60, 1, -1) if seconds_of(
-        everything, epochs * form.epoch, arguments.jobs, base_step, second_step, evaluation, start) < 0.92 * pool.left), 1)
-    total = seconds_of(everything, most * form.epoch, arguments.jobs, base_step, second_step, evaluation, start)
-    print(f'trial, {len(trials)} side by side: {start:.0f} s to step {arguments.trial[0]}; a step takes {1000 * min(loaded.values()):.0f} to '
+
+    def takes(epochs: int) -> float:
+        return seconds_of(everything, epochs * form.epoch, arguments.jobs, base_step, second_step, evaluation, start)
+
+    room = 0.92 * (deadline - side_by_side.END - time.monotonic())  # the last evaluations have until the deadline, steps do not
+    most = next((epochs for epochs in range(60, 1, -1) if takes(epochs) < min(room, pool.left + evaluation)), 1)
+    print(f'trial, {len(loaded)} side by side: {start:.0f} s to step {arguments.trial[0]}; a step takes {1000 * min(loaded.values()):.0f} to '
           f'{1000 * second_step:.0f} ms, {1000 * base_step:.0f} ms in {len(coarse)} trainings at 400. {most} epoch(s) of {form.epoch} steps '
-          f'should take {total:.0f} s of {pool.left:.0f} s that are left', flush=True)
+          f'should take {takes(most):.0f} s of {deadline - time.monotonic():.0f} s that are left', flush=True)
     return most
 
 
@@ -395,19 +404,24 @@ def main(argv: Optional[List[str]] = None) -> int:
     failed = [row.key for row in wanted if 'error' in (rows.current(row) or {})]
     if code == STOPPED:
         print(f'stopped; {len(missing)} row(s) are left: {", ".join(missing)}. The same command goes on')
-    command = ' '.join(['python benchmarks/ablation.py', *(f'--{name} {value}' for name, value, usual in (
-        ('form', arguments.form, 'h200'), ('jobs', arguments.jobs, 1), ('seeds', arguments.seeds, 3),
-        ('ablation-seeds', arguments.ablation_seeds, 1), ('epochs', epochs, 1), ('lr', arguments.lr, None)) if value != usual)])
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    current = [rows.current(row) for row in plan(form, arguments.seeds, arguments.ablation_seeds, epochs, arguments.lr)]
-    arguments.out.write_text(report([row for row in current if row], HEADLINE, {name: text for name, (text, _, _) in SWITCHES.items()},
-                                    form.reduction, command))
+    write_page(form, arguments, epochs, rows)
     print(f'{len(wanted) - len(missing)} of {len(wanted)} rows are in {arguments.out}')
     return code or (1 if failed and not arguments.report else 0)
 
 
+def write_page(form: Form, arguments: argparse.Namespace, epochs: int, rows: Rows) -> None:
+    """The page from the rows that are there."""
+    command = ' '.join(['python benchmarks/ablation.py', *(f'--{name} {value}' for name, value, usual in (
+        ('form', arguments.form, 'h200'), ('jobs', arguments.jobs, 1), ('seeds', arguments.seeds, 3),
+        ('ablation-seeds', arguments.ablation_seeds, 1), ('epochs', epochs, 1), ('lr', arguments.lr, None)) if value != usual)])
+    current = [rows.current(row) for row in plan(form, arguments.seeds, arguments.ablation_seeds, epochs, arguments.lr)]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(report([row for row in current if row], HEADLINE, {name: text for name, (text, _, _) in SWITCHES.items()},
+                                    form.reduction, command))
+
+
 def train(wanted: Sequence[Row], form: Form, arguments: argparse.Namespace, epochs: int, rows: Rows, deadline: float) -> None:
-    """Train what is not there yet; every row is written as it ends.
+    """Train what is not there yet; every row is written as it ends, and the page.
 
     Raises:
         OutOfTime: the time was over before.
@@ -421,6 +435,7 @@ def train(wanted: Sequence[Row], form: Form, arguments: argparse.Namespace, epoc
         if row is not None:
             rows.found[row.key] = result(row, training, arguments)
             rows.write()
+            write_page(form, arguments, epochs, rows)
 
     make_pool(arguments, deadline, Path(arguments.work)).run(list(trainings.values()), ended)
 

@@ -34,10 +34,11 @@ def report(found: Sequence[Dict[str, Any]], headline: Mapping[str, str], switche
               'the reference grid, the only one on which 400 and 600 cells compare. "a ± b": mean and '
               'standard deviation over seeds, which change initial weights, order and augmentation of both trainings.', '',
               'These are short trainings of a small model on rendered scenes: they tell which way a part pulls, not what a full training '
-              'reaches.', '', '## Headline', '']
-    lines += _table({headline[name]: by_name[name] for name in headline if name in by_name})
+              'reaches.']
+    first = {headline[name]: by_name[name] for name in headline if name in by_name}
+    lines += ['', '## Headline', '', *(_table(first) if first else ['None of its rows is there yet.'])]
     pairs = [(one, other) for one, other in (('stage1', 'stay400'), ('stage1', 'stay400_head'), ('stay400_head', 'stay400'))
-             if one in by_name and other in by_name]
+             if {row['seed'] for row in by_name.get(one, [])} & {row['seed'] for row in by_name.get(other, [])}]
     if pairs:
         lines += ['', 'Difference of the mean IoU on the 0.5 m grid, seed by seed:', '']
     for one, other in pairs:
@@ -57,6 +58,8 @@ def report(found: Sequence[Dict[str, Any]], headline: Mapping[str, str], switche
         lines += ['', '## Stage 1 without one part', '',
                   f'Same seed(s) {", ".join(map(str, sorted(seeds)))} in all columns. {limit}', '']
         lines += _table({'with all': full, **{parts[name]: by_name[name] for name in parts}}, 'with all', spread)
+    elif parts:
+        lines += ['', f'Not shown, as Stage 1 with the same seed is not there yet: {", ".join(parts.values())}.']
     ms = [row['step_ms'] for row in rows if 'step_ms' in row]
     if ms:
         jobs = sorted({row['side_by_side'] for row in rows if 'side_by_side' in row})

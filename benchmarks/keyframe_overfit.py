@@ -128,7 +128,8 @@ def main(argv=None) -> int:
     lines = [
         '# Overfitting one real key frame',
         '',
-        f'`python benchmarks/keyframe_overfit.py --iterations {arguments.iterations} --lr {arguments.lr}`, {where}, '
+        f'`python benchmarks/keyframe_overfit.py --key-frame {arguments.key_frame.name} --iterations {arguments.iterations} --lr '
+        f'{arguments.lr}`, {where}, '
         f'torch {torch.__version__}, float32, {datetime.date.today()}',
         '',
         f'loss {float(losses[0]):.3f} -> {float(losses[-1]):.3f} in {arguments.iterations} iterations ({seconds:.0f} s); '

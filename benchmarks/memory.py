@@ -2,7 +2,7 @@
 """Measure the GPU memory and time of training steps beside what ``tools/plan_memory.py`` predicts, with each switch on and off.
 
 Random batches in the real pipeline's form stand in for a data set. The process is capped as a smaller card would be. Writes
-memory.md and memory.json.
+memory.md and memory.json, with every row.
 
     python benchmarks/memory.py --out docs/benchmarks               # all rows, under five minutes on an H200
     python benchmarks/memory.py --rows "stage 2" --iterations 10    # rows whose name holds this
@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(REPO), str(REPO / 'benchmarks')]
@@ -180,6 +180,7 @@ def worker(rows_file: str, out_file: str, device_name: str, cap: float, iteratio
         except Exception as error:  # a row that fails must not take the others along
             result = {'error': f'{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ""}'}
         result['seconds'] = time.perf_counter() - begin
+        result['device'] = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'
         with open(out_file, 'a') as file:
             file.write(json.dumps([number, result]) + '\n')
         gc.collect()
@@ -187,8 +188,10 @@ def worker(rows_file: str, out_file: str, device_name: str, cap: float, iteratio
             torch.cuda.empty_cache()
 
 
-def measure_all(rows: List[Dict[str, Any]], arguments: argparse.Namespace) -> Dict[int, Dict[str, Any]]:
-    """All rows in a process that is started again, without the row that ended it, if it dies or hangs."""
+def measure_all(rows: List[Dict[str, Any]], arguments: argparse.Namespace,
+                seen: Callable[[Dict[int, Dict[str, Any]]], Any] = lambda found: None) -> Dict[int, Dict[str, Any]]:
+    """All rows in a process that is started again, without the row that ended it, if it dies or hangs. ``seen`` is called with what is
+    there after each row."""
     found: Dict[int, Dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         out, todo = Path(folder, 'out'), Path(folder, 'rows')
@@ -206,6 +209,7 @@ def measure_all(rows: List[Dict[str, Any]], arguments: argparse.Namespace) -> Di
                     known, since = len(found), time.monotonic()
                     item, result = rows[max(found)], found[max(found)]
                     print(f'[{len(found)}/{len(rows)}] {label(item)}: {result.get("error") or _short(result)}', flush=True)
+                    seen(found)
                 if time.monotonic() - since > SILENCE:
                     process.kill()
                     process.wait()
@@ -351,24 +355,28 @@ def main(argv: Optional[List[str]] = None) -> int:
     rows = [item for item in rows if arguments.rows in label(item)]
     if not rows:
         parser.error(f'--rows {arguments.rows!r} is in no name among {sorted({label(item) for item in ROWS})}')
+    import torch
     begin = time.monotonic()
     with concurrent.futures.ProcessPoolExecutor(arguments.planners, multiprocessing.get_context('spawn')) as pool:
         planned = [pool.submit(predict, item) for item in rows]
-        measured = {} if earlier else measure_all(rows, arguments)
-        for number, (item, future) in enumerate(zip(rows, planned)):
-            item.update(measured=item['measured'] if earlier else measured[number], predicted=future.result())
-    content = earlier and dict(earlier, rows=rows)
-    if content is None:
-        import torch
-        device = torch.cuda.get_device_name() if arguments.device.startswith('cuda') else 'CPU'
-        content = dict(command=f'python benchmarks/memory.py {shlex.join(words)}'.strip(), device=device, torch=torch.__version__,
-                       date=str(datetime.date.today()), cap_gib=arguments.cap, rows=rows)
-    text = report(content)
-    out = arguments.again.parent if earlier else arguments.out
-    out.mkdir(parents=True, exist_ok=True)
-    (out / 'memory.md').write_text(text)
-    (out / 'memory.json').write_text(json.dumps(content, indent=1) + '\n')
-    print(text + f'\n{time.monotonic() - begin:.0f} s')
+
+        def write(measured: Dict[int, Dict[str, Any]]) -> str:
+            for number, (item, future) in enumerate(zip(rows, planned)):
+                item.update(measured=item['measured'] if earlier else measured.get(number, {'error': 'not measured'}),
+                            predicted=future.result() if future.done() else {'error': 'not planned'})
+            content = dict(earlier, rows=rows) if earlier else dict(
+                command=f'python benchmarks/memory.py {shlex.join(words)}'.strip(),
+                device=next((got['device'] for got in measured.values() if 'device' in got), arguments.device),
+                torch=torch.__version__, date=str(datetime.date.today()), cap_gib=arguments.cap, rows=rows)
+            out = arguments.again.parent if earlier else arguments.out
+            out.mkdir(parents=True, exist_ok=True)
+            (out / 'memory.md').write_text(report(content))
+            (out / 'memory.json').write_text(json.dumps(content, indent=1) + '\n')
+            return report(content)
+
+        measured = {} if earlier else measure_all(rows, arguments, write)
+        concurrent.futures.wait(planned)
+        print(write(measured) + f'\n{time.monotonic() - begin:.0f} s')
     return 0
 
 

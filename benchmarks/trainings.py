@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from tqdm import tqdm
 
@@ -29,6 +29,7 @@ from mmdet3d_ext.launching.processes import RUN_VARIABLE, kill_run, of_run, send
 
 STOPPED = 75              # exit code of a trainer that was asked to stop and wrote a checkpoint
 LAST_START, GRACE = 45.0, 40.0  # seconds that a training needs at least; for its last step and checkpoint
+END = 5.0                 # seconds before the deadline in which what still evaluates is stopped
 TRIES = 2                 # a training that fails goes on once from its last checkpoint
 START, EVALUATION = 30.0, 40.0  # seconds until the first step and after the last one, until they were seen
 SETTLE = 20.0             # seconds between two looks at whether the time suffices
@@ -48,7 +49,7 @@ class Training:
         steps: iterations that it will take.
         after: the training from whose last weights it starts.
         validate: whether it ends with an evaluation.
-        first: belongs to what has to be there when the time is over; others make room for it.
+        turn: what has to be there first when the time is short has the lowest; the others make room for it.
     """
 
     label: str
@@ -56,7 +57,7 @@ class Training:
     steps: int
     after: Optional['Training'] = None
     validate: bool = True
-    first: bool = True
+    turn: int = 0
     state: str = 'waiting'  # then running, done, failed
     why: str = ''
     tries: int = 0
@@ -175,8 +176,9 @@ class Pool:
     """Runs trainings side by side.
 
     Each process sees one GPU, that with the fewest trainings; several on one take turns. One that fails is started once more, then
-    it and what starts from it have failed, and the others go on. When the time is over the running ones write checkpoints; the
-    same training goes on in its folder in a later call. If those marked ``first`` are late, others make room.
+    it and what starts from it have failed, and the others go on. When the time is nearly over those that still take steps write
+    checkpoints, and go on in their folders in a later call; those that evaluate have until the deadline. Whose turn is earlier and who
+    is late gets room from the others.
 
     Args:
         work: folder of the runs.
@@ -218,18 +220,19 @@ class Pool:
                     if not self.runs:
                         break
                     if self.left < 0:
-                        raise OutOfTime
-                    self._make_room(trainings)
+                        self._stop(self._too_late())
+                    else:
+                        self._make_room(trainings)
                     if time.monotonic() - shown > (1 if live else 15):
                         shown = time.monotonic()
                         self._show(bar, trainings)
                     time.sleep(0.2)
             finally:
                 self._stop(list(self.runs))
+                for training in self._known(trainings):  # they ended just then
+                    self._say(training)
+                    ended(training)
                 self._show(bar, trainings)
-        for training in self._known(trainings):  # it ended just then
-            self._say(training)
-            ended(training)
         if any(one.state not in ('done', 'failed') for one in trainings):
             raise OutOfTime
 
@@ -250,8 +253,8 @@ class Pool:
 
     def _start_what_can(self, trainings: Sequence[Training]) -> None:
         ready = [one for one in trainings if one.state == 'waiting' and (one.after is None or one.after.state == 'done')]
-        if any(one.put_off for one in ready) and any(one.first and one.state in ('waiting', 'running') for one in trainings):
-            ready = [one for one in ready if not one.put_off]
+        first = min((one.turn for one in trainings if one.state in ('waiting', 'running') and not one.put_off), default=math.inf)
+        ready = [one for one in ready if not one.put_off or one.turn <= first]
         side_by_side = min(self.jobs, len(self.runs) + len(ready))
         for training in ready[:self.jobs - len(self.runs)]:
             if self.left < self.last_start:
@@ -322,26 +325,38 @@ class Pool:
         text = (errors or lines or ['it said nothing'])[-1].strip()
         return f'exit code {code}: {text[:300]}'
 
+    def _too_late(self) -> List[Training]:
+        """Which to stop when no more steps can be taken: those that still take some; at the deadline all."""
+        if time.monotonic() > self.deadline - END:
+            return list(self.runs)
+        return [one for one in self.runs if iterations(train_records(one.folder(self.work))) < one.steps]
+
     def _stop(self, trainings: Sequence[Training]) -> None:
         """Ask for a checkpoint and wait; what has not ended by then is killed with its workers."""
-        for training in trainings:
-            self.runs[training].process.send_signal(signal.SIGTERM)
-        until = time.monotonic() + self.grace
-        for training in trainings:
-            run = self.runs.pop(training)
-            try:
+        runs = {training: self.runs[training] for training in trainings}
+        for run in runs.values():
+            run.process.send_signal(signal.SIGTERM)
+        until = min(time.monotonic() + self.grace, self.deadline)
+        for run in runs.values():
+            with suppress(subprocess.TimeoutExpired):
                 run.process.wait(max(0.0, until - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self.kill(training, run)
+        self.kill({training: run for training, run in runs.items() if run.process.returncode is None})
+        for training, run in runs.items():
+            del self.runs[training]
             self._add_seconds(training, run)
             if run.process.returncode == 0:
                 (training.folder(self.work) / 'finished').touch()
             training.state, training.tries = 'waiting', 0
 
-    def kill(self, training: Training, run: Run) -> None:
-        kill_run(str(training.folder(self.work).resolve()))
-        run.process.kill()
-        run.process.wait()
+    def kill(self, runs: Mapping[Training, Run]) -> None:
+        """With their workers, all at a time: a process takes seconds to leave a GPU."""
+        tokens = [str(training.folder(self.work).resolve()) for training in runs]
+        for token in tokens:
+            send(of_run(token), signal.SIGKILL)
+        for token, run in zip(tokens, runs.values()):
+            kill_run(token)
+            run.process.kill()
+            run.process.wait()
 
     # ---- is there time? ------------------------------------------------------------------------------------------------
     def _expected_end(self, training: Training, run: Run, trainings: Sequence[Training]) -> Optional[float]:
@@ -355,21 +370,22 @@ class Pool:
         pace = seconds_per_step(records[-3:])
         end = run.ended_steps or time.monotonic() + (training.steps - done) * pace
         end += self.evaluation if training.validate else 0.0
-        following = [one for one in trainings if one.after is training and one.first and one.state == 'waiting']
+        following = [one for one in trainings if one.after is training and one.turn == training.turn and one.state == 'waiting']
         # On a finer grid, beside more others, a step takes longer; twice is a guess that is corrected once they run.
         return end + (START + 2 * pace * max(one.steps for one in following) + self.evaluation if following else 0.0)
 
     def _make_room(self, trainings: Sequence[Training]) -> None:
-        """Stop one of the others if those that have to be there are late."""
+        """If some are late, stop the last of those whose turn comes after theirs."""
         now = time.monotonic()
         if math.isinf(self.deadline) or now - self._looked < SETTLE:
             return
         self._looked = now
-        ends = [self._expected_end(training, run, trainings) for training, run in self.runs.items() if training.first]
-        others = [one for one in self.runs if not one.first]
-        if others and any(end is not None and end > self.deadline - self.grace for end in ends):
+        ends = [(one.turn, self._expected_end(one, run, trainings)) for one, run in self.runs.items()]
+        late = min((turn for turn, end in ends if end is not None and end > self.deadline - END), default=math.inf)
+        others = [one for one in self.runs if one.turn > late]
+        if others:
             progress = {one: iterations(train_records(one.folder(self.work))) for one in others}
-            last = min(reversed(others), key=lambda one: progress[one])
+            last = min(reversed(others), key=lambda one: (-one.turn, progress[one]))
             last.put_off = True
             tqdm.write(f'{last.label} makes room: the time does not suffice for all')
             self._stop([last])

@@ -1,6 +1,7 @@
 """Every shim for library versions, in one place, each with its reason and the version that it is for.
 
-:func:`apply` runs once, at ``import mmdet3d_ext``, before mmdet3d is imported. Nothing else in the project patches a library.
+:func:`apply` runs once, at ``import mmdet3d_ext``, before mmdet3d is imported. Nothing else in the project patches a library unasked
+(:func:`mmdet3d_ext.ops.patch_mmdet3d_scatter` does when it is called).
 """
 from __future__ import annotations
 

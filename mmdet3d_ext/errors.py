@@ -73,6 +73,11 @@ def text_of(error: BaseException) -> str:
     return f'{type(error).__name__}: {text}' if text else type(error).__name__
 
 
+def mistake(error: BaseException) -> Optional[str]:
+    """The text of an error that the user can correct, a file's or one raised here on purpose; None of a fault."""
+    return text_of(error) if isinstance(error, OSError) or raised_on_purpose(error) else None
+
+
 def output_gone() -> bool:
     """Whether the program that read this one's stdout or stderr has ended, as ``head`` does when it has enough."""
     poll = select.poll()

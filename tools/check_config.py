@@ -26,11 +26,12 @@ if str(REPO) not in sys.path:
 
 
 def parser() -> argparse.ArgumentParser:
+    from mmdet3d_ext.engine.cli import positive, whole
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False, usage='check_config.py CONFIG [options] [--any.key value ...]')
     result.add_argument('config', help='YAML configuration')
-    result.add_argument('--gpus', type=int, metavar='N', help='processes that will train (default: those that the recipe is for)')
-    result.add_argument('--memory', type=float, metavar='GIB', help='also plan the peak GPU memory and compare it with a card of this size')
+    result.add_argument('--gpus', type=whole, metavar='N', help='processes that will train (default: those that the recipe is for)')
+    result.add_argument('--memory', type=positive, metavar='GIB', help='also plan the peak GPU memory and compare it with a card of this size')
     result.add_argument('--environment', action='store_true', help='also examine libraries and limits of this machine (the doctor)')
     result.add_argument('--json', action='store_true', help='print one JSON object instead of text')
     return result

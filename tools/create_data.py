@@ -121,10 +121,11 @@ def main(argv=None) -> int:
     except BrokenPipeError:  # see _light.end
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        from mmdet3d_ext.errors import raised_on_purpose, text_of
-        if not isinstance(error, OSError) and not raised_on_purpose(error):
+        from mmdet3d_ext.errors import mistake
+        text = mistake(error)
+        if text is None:
             raise
-        print(f'error: {text_of(error)}', file=sys.stderr)
+        print(f'error: {text}', file=sys.stderr)
         return 2
 
 

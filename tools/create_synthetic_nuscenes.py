@@ -13,6 +13,8 @@ Examples:
       --scenes-train 40 --scenes-val 10 --workers 8
 
 A run that was interrupted goes on where it stopped when it is started again with the same options.
+
+Exit codes: 0 done; 1 an error; 2 something to correct in the command or the folder.
 """
 from __future__ import annotations
 
@@ -59,8 +61,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments=None) -> int:
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    command = parser()
-    options = vars(command.parse_args(arguments))
+    options = vars(parser().parse_args(arguments))
     out, scale = options.pop('out'), options.pop('image_scale')
     if scale is not None:
         options['image_size'] = (round(1600 * scale), round(900 * scale))
@@ -68,8 +69,15 @@ def main(arguments=None) -> int:
     options = {name: value for name, value in options.items() if value is not None}
     try:
         summary = generate(out, progress=True, **options)
-    except (ValueError, FileExistsError) as error:
-        command.exit(2, f'{command.prog}: {error}\n')
+    except BrokenPipeError:  # see _light.end
+        raise
+    except (OSError, ValueError) as error:
+        from mmdet3d_ext.errors import mistake
+        text = mistake(error)
+        if text is None:
+            raise
+        print(f'error: {text}', file=sys.stderr)
+        return 2
     print(json.dumps(summary, indent=1))
     return 0
 

@@ -24,14 +24,15 @@ if str(REPO) not in sys.path:
 
 
 def parser() -> argparse.ArgumentParser:
+    from mmdet3d_ext.engine.cli import whole
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False, usage='plan_memory.py CONFIG [options] [--any.key value ...]')
     result.add_argument('config', help='YAML configuration')
-    result.add_argument('--batch', type=int, metavar='N', help='samples per GPU (default data.samples_per_gpu)')
+    result.add_argument('--batch', type=whole, metavar='N', help='samples per GPU (default data.samples_per_gpu)')
     result.add_argument('--precision', choices=('fp32', 'fp16', 'bf16'), help='default: what the configuration trains in')
-    result.add_argument('--points', type=int, metavar='N', help='LiDAR points per sample (default: ten sweeps of a 32-beam scanner)')
-    result.add_argument('--voxels', type=int, metavar='N', help='occupied LiDAR voxels per sample (default: measured on a real cloud)')
-    result.add_argument('--gpus', type=int, default=1, metavar='N', help='GPUs of data-parallel training (adds its gradient buckets)')
+    result.add_argument('--points', type=whole, metavar='N', help='LiDAR points per sample (default: ten sweeps of a 32-beam scanner)')
+    result.add_argument('--voxels', type=whole, metavar='N', help='occupied LiDAR voxels per sample (default: measured on a real cloud)')
+    result.add_argument('--gpus', type=whole, default=1, metavar='N', help='GPUs of data-parallel training (adds its gradient buckets)')
     result.add_argument('--switches', action=argparse.BooleanOptionalAction, default=True, help='also plan with each switch')
     result.add_argument('--json', metavar='FILE', help='write the plans to this file, too')
     return result
@@ -43,14 +44,21 @@ def main(argv: Optional[List[str]] = None) -> int:
     arguments, overrides = cli.split(parser(), sys.argv[1:] if argv is None else argv)
 
     def program() -> int:
+        from mmdet3d_ext.engine.config_check import refuse_inconsistent
         from mmdet3d_ext.engine.memory import report
         from mmdet3d_ext.engine.memory.plan import make_plan
         from mmdet3d_ext.engine.memory.switches import savings
         from mmdet3d_ext.engine.startup import load_settings
         cfg = load_settings(arguments.config, overrides)
+        if arguments.json and not Path(arguments.json).absolute().parent.is_dir():
+            raise launch.UserError(f'--json {arguments.json}: its folder does not exist')
         options = {} if arguments.voxels is None else {'voxels': arguments.voxels}
         points = {} if arguments.points is None else {'points': arguments.points}
-        plan = make_plan(cfg, arguments.batch, arguments.precision, gpus=arguments.gpus, **points, **options)
+        try:
+            plan = make_plan(cfg, arguments.batch, arguments.precision, gpus=arguments.gpus, **points, **options)
+        except Exception:
+            refuse_inconsistent(cfg)  # says what to write, if the configuration contradicts itself
+            raise
         print(report.table(plan), flush=True)
         larger = make_plan(cfg, plan.samples + 1, plan.precision, gpus=plan.gpus, **points, **options)
         print('\n' + report.cards(plan, larger), flush=True)

@@ -7,7 +7,8 @@
     srun --ntasks=8 --ntasks-per-node=8 --gres=gpu:8 python tools/train.py CONFIG --resume_from auto
     python tools/train.py CONFIG --max_epochs 1 --optimizer.lr 1e-4 --data.samples_per_gpu 2 --fp16 null
 
-Every other --key value goes to the configuration (dotted names, typed values, lists in brackets). The run folder gets
+Every other --key value goes to the configuration (dotted names, typed values, lists in brackets; an unknown key is an error unless
+--allow-new stands beside it). The run folder gets
 configs.yaml, <time>.log, <time>.log.json, logging/ (one log per process), tf_logs/, epoch_<N>.pth, latest.pth, metrics.json.
 
 Exit codes: 0 done; 1 an error, its traceback is on the screen and in logging/; 2 something to correct in the command or the

@@ -11,10 +11,18 @@ from .context import Context
 
 # Key -> the least whole number that it takes.
 COUNTS = {'log_config.interval': 1, 'evaluation.interval': 1, 'data.samples_per_gpu': 1, 'data.workers_per_gpu': 0,
-          'optimizer_config.cumulative_iters': 1, 'max_epochs': 1, 'runner.max_epochs': 1}
+          'optimizer_config.cumulative_iters': 1, 'max_epochs': 1, 'runner.max_epochs': 1, 'seed': 0}
 NUMBERS = ('optimizer.lr', 'optimizer.weight_decay')
 FLAGS = ('allow_tf32', 'cudnn_benchmark', 'deterministic', 'find_unused_parameters', 'image_reduced', 'image_uint8', 'sync_bn')
 COMPRESSIONS = ('fp16', 'bf16')
+PRECISIONS = ('fp16', 'float16', 'half', 'bf16', 'bfloat16', 'fp32', 'float32', 'none', 'off')  # names of ``amp.dtype``
+# Sections that hold settings -> an example. False means null, except where mmcv reads it.
+SECTIONS = {'auto_scale_lr': '{base_batch_size: 32}', 'checkpoint_config': '{interval: 1}', 'dist_params': '{timeout: 1800}',
+            'ema': '{decay: 0.999}', 'evaluation': '{interval: 1}', 'fp16': '{loss_scale: {growth_interval: 2000}}',
+            'guard': '{action: rollback}', 'log_config': '{interval: 50}', 'lr_config': '{policy: CosineAnnealing}',
+            'momentum_config': '{policy: cyclic}', 'optimizer_config': '{cumulative_iters: 2}',
+            'optimizer_config.grad_clip': '{max_norm: 35, norm_type: 2}'}
+OF_MMCV = ('checkpoint_config', 'lr_config', 'momentum_config', 'optimizer_config.grad_clip')
 
 
 def number_problem(value: Any) -> Optional[str]:
@@ -48,6 +56,22 @@ def compression_problem(value: Any) -> Optional[str]:
     return None if value in COMPRESSIONS else f'must be {" or ".join(COMPRESSIONS)}, or null (gradients as they are), got {value!r}'
 
 
+def precision_problem(value: Any) -> Optional[str]:
+    """``amp.dtype``, or ``amp`` as its short form."""
+    return None if str(value).lower() in PRECISIONS else f'{value!r} is not one of fp16, bf16, fp32'
+
+
+def decay_problem(value: Any) -> Optional[str]:
+    """How much of the average stays in a step."""
+    return None if not isinstance(value, bool) and isinstance(value, (int, float)) and 0 < value < 1 else \
+        f'must be between 0 and 1, got {value!r}'
+
+
+def profile_problem(value: Any) -> Optional[str]:
+    """The compatibility profile."""
+    return None if value == 'reference' else f'must be reference or null, got {value!r}'
+
+
 def thresholds_problem(value: Any) -> Optional[str]:
     """Probabilities from which on a map cell counts as predicted."""
     if (isinstance(value, (list, tuple)) and value
@@ -67,7 +91,8 @@ def check_values(c: Context) -> None:
         if problem and not (key == 'runner.max_epochs' and value == c.get('max_epochs')):  # it follows that, which has its error
             c.error(key, problem, {key: least})
     for key, problem_with in (('dist_params.bucket_cap_mb', bucket_problem), ('dist_params.compression', compression_problem),
-                              ('evaluation.thresholds', thresholds_problem), *((key, flag_problem) for key in FLAGS)):
+                              ('evaluation.thresholds', thresholds_problem), ('amp.dtype', precision_problem), ('ema.decay', decay_problem),
+                              ('compat', profile_problem), *((key, flag_problem) for key in FLAGS)):
         problem = problem_with(c.get(key)) if c.get(key) is not None else None
         if problem:
             c.error(key, problem)
@@ -75,9 +100,19 @@ def check_values(c: Context) -> None:
     if samples is not None and samples != c.get('data.samples_per_gpu'):
         c.error('data.train_dataloader.samples_per_gpu', f'is {samples!r}, data.samples_per_gpu is {c.get("data.samples_per_gpu")!r}: the '
                 'learning rate, the memory plan and the monitor go by that one', {'data.samples_per_gpu': samples})
-    clip = c.get('optimizer_config.grad_clip')
-    if clip is not None and not isinstance(clip, Mapping):
-        c.error('optimizer_config.grad_clip', f'must be a mapping such as {{max_norm: 35, norm_type: 2}} or null, got {clip!r}')
+    if c.get('amp') is not None and not isinstance(c.get('amp'), (bool, Mapping)) and precision_problem(c.get('amp')):
+        c.error('amp', precision_problem(c.get('amp')))
+    for key, example in SECTIONS.items():
+        value = c.get(key)
+        if value is not None and not isinstance(value, Mapping) and (value is not False or key in OF_MMCV):
+            c.error(key, f'must be a mapping such as {example} or null, got {value!r}')
+    for key in ('lr_config', 'momentum_config'):
+        value = c.get(key)
+        if isinstance(value, Mapping) and value.get('policy') is None:
+            c.error(f'{key}.policy', 'is missing: which schedule?')
+    for key in ('model', 'data.train'):
+        if c.has(key) and c.get(key) is None:
+            c.error(key, 'must not be null: there would be nothing to train')
 
 
 def count(c: Context, key: str) -> Optional[int]:

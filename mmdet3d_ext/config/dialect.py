@@ -19,6 +19,10 @@ USUAL_CLASSES = ['car', 'truck', 'construction_vehicle', 'bus', 'trailer', 'barr
                  'traffic_cone']
 # Section -> (keys without effect, why).
 WITHOUT_EFFECT = {
+    'data': (('test_dataloader',), 'all evaluation reads as data.val_dataloader says'),
+    'evaluation': (('metric', 'metrics', 'metric_options', 'eval', 'by_epoch', 'dynamic_intervals', 'out_dir', 'jsonfile_prefix', 'show',
+                    'gpu_collect', 'less_keys', 'greater_keys', 'num_samples'),
+                   'every task is evaluated, every evaluation.interval epochs, and evaluation.rule says which scores are better'),
     'model.heads.object.train_cfg': (('dense_reg', 'max_objs'), 'no object of a sample is cut off'),
     'model.heads.object.test_cfg': (('max_per_img', 'max_pool_nms'), 'bbox_coder.max_num and post_max_size limit the boxes'),
 }

@@ -56,7 +56,7 @@ def parse(argv: Sequence[str]) -> Tuple[List[Override], bool]:
             raise ConfigError(f'{COMMAND_LINE}: expected --key value or --key=value, got {word!r}')
         values = [first] if equals else []
         while position < len(words) and not words[position].startswith('--') \
-                and not (equals and _closed(values) and _starts_key(words[position])):
+                and not (equals and _closed(values) and starts_key(words[position])):
             values.append(words[position])
             position += 1
         if not values:
@@ -71,8 +71,8 @@ def _closed(words: Sequence[str]) -> bool:
     return all(text.count(a) == text.count(b) for a, b in ('[]', '()', '{}'))
 
 
-def _starts_key(word: str) -> bool:
-    """Whether a word after ``key=value`` is the next ``key=value`` rather than more of the value."""
+def starts_key(word: str) -> bool:
+    """Whether ``word`` is a ``key=value``, rather than more of the value of the word before it."""
     return '=' in word and bool(_KEY.match(word.partition('=')[0]))
 
 

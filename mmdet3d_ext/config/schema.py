@@ -40,8 +40,8 @@ templates seed deterministic cudnn_benchmark allow_tf32 max_epochs max_iters loa
 dataset_type dataset_root gt_paste_stop_epoch reduce_beams load_dim use_dim load_augmented point_cloud_range
 voxel_size image_size augment2d augment3d object_classes map_classes map_labels depth_labels input_modality radar_sweeps
 radar_use_dims radar_max_points radar_voxel_size radar_compensate_velocity radar_filtering radar_normalize radar_jitter
-train_pipeline test_pipeline val_pipeline evaluation_pipeline model optimizer lr_config
-momentum_config runner custom_hooks ema sync_bn group_norm find_unused_parameters dist_backend dist_params launcher
+train_pipeline test_pipeline model optimizer lr_config
+momentum_config runner custom_hooks ema sync_bn group_norm find_unused_parameters dist_backend dist_params
 log_level opencv_num_threads amp
 '''
 # Root keys that configurations of OpenMMLab hold and that mean nothing here -> why; accepted with a warning, never suggested.
@@ -51,6 +51,7 @@ IGNORED = {
     'workflow': 'training evaluates by itself (evaluation.interval)', 'profiler': 'tools/benchmark.py times a step\'s parts',
     'save_best': 'called evaluation.save_best here', 'mp_start_method': 'loader workers are forked',
     'num_threads': 'OMP_NUM_THREADS and opencv_num_threads set them',
+    'launcher': 'it is found out from the environment',
 }
 _SECTIONS = {
     'data': 'samples_per_gpu workers_per_gpu persistent_workers prefetch_factor pin_memory unreadable train val test '
@@ -76,7 +77,7 @@ _SECTIONS = {
     'optimizer_config': 'type grad_clip cumulative_iters detect_anomalous_params loss_scale distributed coalesce '
                         'bucket_size_mb',
     'fp16.loss_scale': 'init_scale growth_factor backoff_factor growth_interval enabled',
-    'optimizer_config.grad_clip': 'max_norm norm_type error_if_nonfinite',
+    'optimizer_config.grad_clip': 'max_norm norm_type',
 }
 
 

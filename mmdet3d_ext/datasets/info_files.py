@@ -158,18 +158,11 @@ def _tag_of(path: Path) -> str:
 
 # ---------------------------------------------------------------------------------------------------- conventions
 
-def old_from_new_boxes(boxes: np.ndarray) -> np.ndarray:
-    """(n, 7+) ``mmdet3d-1.0`` boxes in the older convention; columns after the yaw are kept."""
-    return _swap_convention(boxes)
+def swap_box_convention(boxes: np.ndarray) -> np.ndarray:
+    """(n, 7+) boxes of the older convention in ``mmdet3d-1.0``'s, or back: (w, l, h, -yaw - pi/2) <-> (l, w, h, yaw).
 
-
-def new_from_old_boxes(boxes: np.ndarray) -> np.ndarray:
-    """(n, 7+) boxes of the older convention in ``mmdet3d-1.0``'s; columns after the yaw are kept."""
-    return _swap_convention(boxes)
-
-
-def _swap_convention(boxes: np.ndarray) -> np.ndarray:
-    """(w, l, h, -yaw - pi/2) <-> (l, w, h, yaw): the map is its own inverse. Yaw comes out in [-pi, pi)."""
+    The map is its own inverse. Yaw comes out in [-pi, pi); columns after it are kept.
+    """
     boxes = np.asarray(boxes)
     out = boxes.copy()
     out[:, 3], out[:, 4] = boxes[:, 4], boxes[:, 3]
@@ -247,7 +240,7 @@ def _seven_columns(info: Dict[str, Any]) -> Dict[str, Any]:
 def _converted(info: Mapping[str, Any]) -> Dict[str, Any]:
     info = dict(info)
     if len(info.get('gt_boxes', ())):
-        info['gt_boxes'] = new_from_old_boxes(np.asarray(info['gt_boxes'], dtype=np.float64))
+        info['gt_boxes'] = swap_box_convention(np.asarray(info['gt_boxes'], dtype=np.float64))
     return info
 
 

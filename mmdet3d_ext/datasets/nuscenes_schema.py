@@ -1,7 +1,7 @@
 """Names that the nuScenes v1.0 schema fixes: classes, sensors, splits, map locations. Constants only, no imports."""
 from __future__ import annotations
 
-# The ten detection classes, in the order of the reference's labels (also mmdet3d's).
+# The ten detection classes in the order of mmdet3d's NuScenesDataset.CLASSES; a configuration's object_classes number the labels.
 OBJECT_CLASSES = ('car', 'truck', 'trailer', 'bus', 'construction_vehicle', 'bicycle', 'motorcycle', 'pedestrian',
                   'traffic_cone', 'barrier')
 

@@ -227,7 +227,7 @@ def _missing(library: Compiled, missing: List[str], have: str, record: Mapping[s
             rebuild += ('. Only as a stopgap, because the two torch versions may differ in more than a name: tools/doctor.py --only '
                         'libraries --fix makes symbolic links and tries whether it then loads')
         return Finding(library.name, PROBLEM, text, rebuild, data)
-    hidden = {name: _elsewhere(name, loaded) for name in missing}
+    hidden = {name: _elsewhere(name) for name in missing}
     there = {name: place for name, place in hidden.items() if place}
     if there and len(there) == len(missing):
         folders = ':'.join(sorted({str(place.parent) for place in there.values()}))
@@ -239,7 +239,7 @@ def _missing(library: Compiled, missing: List[str], have: str, record: Mapping[s
     return Finding(library.name, PROBLEM, f'{library.path} needs {names}, which is not on this machine; here is {have}', rebuild, data)
 
 
-def _elsewhere(name: str, loaded: List[Path]) -> Optional[Path]:
+def _elsewhere(name: str) -> Optional[Path]:
     """A library outside the loader's search path, in the usual places."""
     folders = [Path(sys.prefix, 'lib'), *(Path(root, 'lib64') for root in (os.environ.get('CUDA_HOME', ''), '/usr/local/cuda') if root)]
     return next((folder / name for folder in folders if (folder / name).exists()), None)

@@ -9,7 +9,7 @@ import sys
 from importlib import util
 from pathlib import Path
 from types import CodeType
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional
 
 from .options import Options
 from .probe import REPO, ask, call
@@ -184,11 +184,11 @@ def ask_where() -> Dict[str, Any]:
 
 def check_packages() -> Iterator[Finding]:
     where = ask_where()
-    for name, distributions in PACKAGES.items():
-        yield _package(name, distributions, where.get(name) or {'error': 'the probe gave no answer'})
+    for name in PACKAGES:
+        yield _package(name, where.get(name) or {'error': 'the probe gave no answer'})
 
 
-def _package(name: str, distributions: Tuple[str, ...], found: Dict[str, Any]) -> Finding:
+def _package(name: str, found: Dict[str, Any]) -> Finding:
     if found.get('error') or not found.get('file'):
         reason = found.get('error') or 'is not installed for this Python'
         return Finding(name, PROBLEM, f'{reason} ({sys.executable})', INSTALL, found)
@@ -236,10 +236,10 @@ def check_imports(timeout: float) -> Finding:
         return Finding('imports', OK, ', '.join(IMPORTED))
     name, error = next(iter(failed.items()))
     also = f' ({len(failed) - 1} more fail, perhaps because of it: {", ".join(list(failed)[1:])})' if len(failed) > 1 else ''
-    return Finding('imports', PROBLEM, f'import {name}: {error.splitlines()[0]}{also}', remedy_of_import(name, error), {'failed': failed})
+    return Finding('imports', PROBLEM, f'import {name}: {error.splitlines()[0]}{also}', remedy_of_import(error), {'failed': failed})
 
 
-def remedy_of_import(name: str, error: str) -> str:
+def remedy_of_import(error: str) -> str:
     """What to do about the message of a failed import."""
     if 'libGL.so' in error or 'libgthread' in error:
         return 'this machine has no OpenGL: pip uninstall -y opencv-python; pip install --force-reinstall opencv-python-headless'

@@ -7,6 +7,7 @@ from typing import Any, Mapping, Optional
 
 import torch
 
+from ..checks.values import precision_problem
 from .launch import UserError
 
 DTYPES = {'fp16': torch.float16, 'float16': torch.float16, 'half': torch.float16,
@@ -49,8 +50,9 @@ def plan_amp(cfg: Mapping[str, Any], device: torch.device, logger: Optional[logg
             return AmpPlan(None)
         name = amp.get('dtype') or name
         loss_scale = amp.get('loss_scale', loss_scale)
-    if str(name).lower() not in DTYPES:
-        raise UserError(f'key amp.dtype: {name!r} is not one of fp16, bf16, fp32')
+    problem = precision_problem(name)
+    if problem:
+        raise UserError(f'key amp.dtype: {problem}')
     dtype = DTYPES[str(name).lower()]
     if dtype == torch.float16 and device.type == 'cpu':
         if logger is not None:

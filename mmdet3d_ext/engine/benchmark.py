@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Seque
 
 import numpy as np
 import torch
+from mmcv.parallel import DataContainer
 from mmcv.runner import Hook
 from torch import nn
 
@@ -106,9 +107,11 @@ class _Endless:
 
 def make_batches(cfg: Mapping[str, Any], samples: int, device: torch.device, points: int = REAL_POINTS,
                  cloud: Optional[torch.Tensor] = None, count: int = 2) -> List[Dict[str, Any]]:
-    """``count`` different random batches on the device, others on every rank (boxes stay on the CPU, as the pipeline leaves them)."""
+    """``count`` different random batches on the device, others on every rank. Boxes stay on the CPU, as the pipeline leaves them: a
+    container says so to the step."""
     first = current().rank * count
-    return [random_batch(cfg, samples, device, seed, points, cloud) for seed in range(first, first + count)]
+    batches = [random_batch(cfg, samples, device, seed, points, cloud) for seed in range(first, first + count)]
+    return [{**batch, 'gt_bboxes_3d': DataContainer([batch['gt_bboxes_3d']], cpu_only=True)} for batch in batches]
 
 
 def read_cloud(path: str, repeat: int = 1) -> torch.Tensor:
@@ -157,13 +160,16 @@ class Steps:
 
 def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precision_name: str, iterations: int = 20,
              warmup: int = 5, batches: Optional[Sequence[Mapping[str, Any]]] = None, trace: Optional[str] = None,
-             model: Optional[nn.Module] = None) -> Dict[str, Any]:
+             model: Optional[nn.Module] = None, times: bool = True, profile: bool = True) -> Dict[str, Any]:
     """Time training steps; ``batches``: random ones, else the configured training data are loaded.
 
+    Args:
+        times, profile: whether to measure the former and the latter half of the row. What a process does after it was profiled is a
+            tenth or more slower (:func:`~.timing.profile_step`): of several rows, time all before any is profiled.
+
     Returns:
-        one row: ``mode, samples, precision, iterations, step_ms, samples_per_s`` (of this rank), ``ranks``,
-        ``data_wait_ms``, ``peak_mib``, ``peak_reserved_mib``, what :func:`~.timing.profile_step` finds, and ``parts``
-        (name -> median ms).
+        one row: ``mode, samples, precision, iterations, ranks``; ``step_ms, samples_per_s`` (of this rank),
+        ``data_wait_ms``, ``peak_mib``, ``peak_reserved_mib`` and ``parts`` (name -> median ms); what :func:`~.timing.profile_step` finds.
     """
     choose_kernels(cfg)
     with precision(precision_name, device) as dtype:
@@ -180,20 +186,22 @@ def training(cfg: Mapping[str, Any], device: torch.device, samples: int, precisi
                 steps.runner.train(_Endless(loader, count))
 
         loader = None if batches is not None else make_loader(with_batch(cfg, samples), cfg['data']['train'], 0, train=True)
-        run(warmup)
+        run(warmup if times else max(warmup, 1))
         clock.milliseconds()
-        reset_peak(device)
-        timing.waited, timing.left = 0.0, None
-        begin = time.perf_counter()
-        run(iterations)
-        wait(device)
-        seconds = time.perf_counter() - begin
-        row = dict(mode='train', samples=samples, precision=precision_name, iterations=iterations, ranks=current().world_size,
-                   step_ms=1e3 * seconds / iterations, samples_per_s=samples * iterations / seconds,
-                   data_wait_ms=1e3 * timing.waited / max(iterations - 1, 1), **peak(device))
-        clock.milliseconds()
-        row['parts'] = medians(steps.model, clock, lambda: run(1), min(iterations, 10))
-        row.update(profile_step(device, lambda: run(1), trace))
+        row = dict(mode='train', samples=samples, precision=precision_name, iterations=iterations, ranks=current().world_size)
+        if times:
+            reset_peak(device)
+            timing.waited, timing.left = 0.0, None
+            begin = time.perf_counter()
+            run(iterations)
+            wait(device)
+            seconds = time.perf_counter() - begin
+            row.update(step_ms=1e3 * seconds / iterations, samples_per_s=samples * iterations / seconds,
+                       data_wait_ms=1e3 * timing.waited / max(iterations - 1, 1), **peak(device))
+            clock.milliseconds()
+            row['parts'] = medians(steps.model, clock, lambda: run(1), min(iterations, 10))
+        if profile:
+            row.update(profile_step(device, lambda: run(1), trace))
         for handle in timing.handles:
             handle.remove()
         return row

@@ -2,21 +2,26 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from typing import List, NoReturn, Sequence, Tuple
+
+from ..config.overrides import starts_key
 
 
 def split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Tuple[argparse.Namespace, List[str]]:
     """Parse ``argv``: options that ``parser`` knows, and the rest as overrides.
 
     A word that begins with ``--`` and is no option of the parser starts an override; every word after it belongs to its value
-    until the next word with ``--`` (launchers strip quotes, so a list may arrive as several words). ``--cfg-options a.b=c
-    d=e`` of mmdet3d is taken as overrides, too.
+    until the next word with ``--`` (launchers strip quotes, so a list may arrive as several words). ``a.b=c`` without dashes, as
+    torchpack takes it, starts one as well, where it is neither an option's value nor a file. ``--cfg-options a.b=c d=e`` of
+    mmdet3d is taken as overrides, too.
     """
     known = {flag: action for action in parser._actions for flag in action.option_strings}
     ours: List[str] = []
     overrides: List[str] = []
     target = ours
+    awaited = False  # whether the word is the value of our own option before it
     for word in argv:
         name = word.partition('=')[0]
         if word.startswith('--') and word != '--' or word in known:
@@ -27,9 +32,10 @@ def split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Tuple[argpars
                 continue
             else:
                 target = overrides
+        elif target is ours and not awaited and starts_key(word) and not os.path.exists(word):
+            target = overrides
         target.append(word)
-        if target is ours and name in known and known[name].nargs == 0:
-            target = ours
+        awaited = word in known and known[word].nargs != 0
     complain = parser.error
 
     def error(message: str) -> NoReturn:
@@ -40,6 +46,24 @@ def split(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Tuple[argpars
 
     parser.error = error
     return parser.parse_args(ours), overrides
+
+
+def whole(text: str) -> int:
+    """argparse's type of a number of things, at least one."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'must be a whole number >= 1, got {text!r}')
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """argparse's type of an amount."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f'must be a number > 0, got {text!r}')
+    return value
 
 
 def list_word(value: str) -> str:

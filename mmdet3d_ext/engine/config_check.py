@@ -13,8 +13,8 @@ from .launch import UserError
 ENVIRONMENT = ('stack', 'libraries', 'system')
 
 
-def refuse_inconsistent(cfg: Mapping[str, Any], gpus: int) -> Report:
-    """Check ``cfg`` before data and model are built.
+def refuse_inconsistent(cfg: Mapping[str, Any], gpus: Optional[int] = None) -> Report:
+    """Check ``cfg`` before data and model are built; ``gpus``: processes that will train, where the learning rate matters.
 
     Returns:
         The report; its warnings are for the log.

@@ -158,7 +158,10 @@ def medians(model: nn.Module, clock: Clock, run: Callable[[], None], iterations:
 
 
 def profile_step(device: torch.device, run: Callable[[], None], trace: Optional[str]) -> Dict[str, Any]:
-    """One step under torch's profiler.
+    """One step under torch's profiler, and one to look for waits.
+
+    What the process does afterwards is slower by a tenth or more, host-bound work above all: the profiler's library stays attached to
+    CUDA's (pytorch issue 144455). So measure times first.
 
     Returns:
         ``host_waits``: calls in which the host waited for the device, ``wait_sites``: the Python lines of those that torch knows of;

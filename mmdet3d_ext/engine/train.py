@@ -115,7 +115,7 @@ def train(cfg: Mapping[str, Any], options: Optional[Options] = None, device: Opt
     choose_kernels(cfg)
     seed_all(derive(seed, 0))  # the same on every rank, so that all build the same model
     meta = run_dirs.build_meta(cfg, seed, launch.world_size)
-    _log_start(logger, cfg, meta, launch, device)
+    _log_start(logger, meta, launch, device)
     for finding in report.warnings:
         if finding.key != 'optimizer.lr':  # make_optimizer says that loudly
             logger.warning('%s', finding)
@@ -196,7 +196,7 @@ def make_logger(folder: str, stamp: str, launch: Launch, level: Optional[str] = 
     return logger
 
 
-def _log_start(logger: logging.Logger, cfg: Any, meta: Mapping[str, Any], launch: Launch, device: torch.device) -> None:
+def _log_start(logger: logging.Logger, meta: Mapping[str, Any], launch: Launch, device: torch.device) -> None:
     versions = '\n'.join(f'{name}: {version}' for name, version in meta['versions'].items())
     logger.info('Environment info:\n%s\n%s\n%s', '-' * 60, versions, '-' * 60)
     starter = launch.launcher if launch.launcher != 'none' else 'python'

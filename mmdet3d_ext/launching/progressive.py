@@ -62,9 +62,10 @@ class Progress:
             try:
                 with open(self.path, encoding='utf-8') as stream:
                     data = json.load(stream)
-                self.plan = data['plan']
+                self.plan = dict(data['plan'])
                 self.records = {one['name']: Record(**one) for one in data['stages']}
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                table(self)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
                 raise LaunchToolError(f'{self.path}: cannot be read ({error}); move it away to begin anew (the stages\' folders '
                                       'are then continued)') from None
 
@@ -72,10 +73,14 @@ class Progress:
         """Hold the plan's folder until this process ends.
 
         Raises:
-            LaunchToolError: another process does.
+            LaunchToolError: another process does, or the folder cannot be used.
         """
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        descriptor = os.open(f'{self.path[:-len(".json")]}.lock', os.O_RDWR | os.O_CREAT, 0o644)
+        files.check_usable(os.path.dirname(self.path))
+        try:
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            descriptor = os.open(f'{self.path[:-len(".json")]}.lock', os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise self._not_written(error) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -84,14 +89,26 @@ class Progress:
         return descriptor
 
     def write(self) -> None:
-        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        """Replace the file.
+
+        Raises:
+            LaunchToolError: it cannot be written.
+        """
         temporary = f'{self.path}.tmp'
-        with open(temporary, 'w', encoding='utf-8') as stream:
-            json.dump({'plan': self.plan, 'stages': [asdict(one) for one in self.records.values()]}, stream, indent=1)
-            stream.write('\n')
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, self.path)
+        try:
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            with open(temporary, 'w', encoding='utf-8') as stream:
+                json.dump({'plan': self.plan, 'stages': [asdict(one) for one in self.records.values()]}, stream, indent=1)
+                stream.write('\n')
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(temporary, self.path)
+        except OSError as error:
+            raise self._not_written(error) from None
+
+    def _not_written(self, error: OSError) -> LaunchToolError:
+        return LaunchToolError(f'{error.filename or self.path} cannot be written: {error.strerror}. A stage that trains goes on; put that '
+                               'right (disk full? permissions?), then the same command goes on, too')
 
     def adopt(self, plan: Plan, facts: Mapping[str, Facts], again: Optional[str] = None) -> List[str]:
         """Take over a plan; returns what is said about it.
@@ -186,7 +203,8 @@ class Progressive:
             code = files.read(stage.run_dir).history[-1].get('code') if files.read(stage.run_dir).history else 1
             raise Gone(code if code in (2, 3, 4) else 1, f'{message}. The same command tries again from the newest checkpoint')
         best = _json(os.path.join(stage.run_dir, 'best.json'))
-        if best.get('metric') != stage.metric or not os.path.isfile(os.path.join(stage.run_dir, str(best.get('file')))):
+        if best.get('metric') != stage.metric or not {'epoch', 'score'} <= set(best) \
+                or not os.path.isfile(os.path.join(stage.run_dir, str(best.get('file')))):
             self._missing_metric(stage, 'it was trained to the end')
             raise Gone(1, f'it was trained to the end, but there is no best checkpoint by {stage.metric}: it was never evaluated, or the '
                        'metric was NaN each time (a class without ground truth in the validation set)')
@@ -196,8 +214,11 @@ class Progressive:
         self.say(f'{stage.name}: done, best {stage.metric} {record.score:.4f} at epoch {record.epoch}: {record.best}')
 
     def _move_aside(self, stage: Stage) -> None:
-        if os.path.isdir(files.launch_dir(stage.run_dir)) and files.supervised(stage.run_dir):
-            raise Gone(2, f'a run lives in {stage.run_dir}; "launch.py stop {stage.run_dir}" first')
+        if os.path.isfile(os.path.join(files.launch_dir(stage.run_dir), 'state.json')):
+            found = files.read(stage.run_dir)
+            control.check_host(found)
+            if files.supervised(stage.run_dir) or control.real_phase(found)[0] == UNSUPERVISED:  # its ranks write where they were told to
+                raise Gone(2, f'a run lives in {stage.run_dir}; "launch.py stop {stage.run_dir}" first')
         if os.path.isdir(stage.run_dir):
             number = 1
             while os.path.exists(f'{stage.run_dir}.previous_{number}'):
@@ -307,9 +328,10 @@ def _advice(gate: Gate) -> str:
 def _json(path: str) -> Dict[str, Any]:
     try:
         with open(path, encoding='utf-8') as stream:
-            return json.load(stream)
+            found = json.load(stream)
     except (OSError, ValueError):
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def table(progress: Progress) -> str:

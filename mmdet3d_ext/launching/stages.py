@@ -11,7 +11,7 @@
         ranks: 4                         # processes; also gpus: "4,5,6,7", launcher: torchrun, max_restarts: 3
         weights: auto                    # of the checkpoint before: auto (those that were evaluated), ema or raw
         optimizer: reset                 # or keep: its moments, as far as names and shapes are the same
-        overrides: {data: {workers_per_gpu: 8}}
+        overrides: {data: {workers_per_gpu: 8}}   # not load_from, resume_from, run_dir: the order gives them
         gates:                           # to go on to the next stage, at the best epoch
           - {metric: map/divider/iou@max, at_least: 0.28, advice: what to adjust}
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ PLAN_KEYS = ('run_dir', 'load_from', 'metric', 'stages')
 STAGE_KEYS = ('name', 'config', 'ranks', 'gpus', 'launcher', 'max_restarts', 'metric', 'rule', 'weights', 'optimizer', 'overrides',
               'gates')
 GATE_KEYS = ('metric', 'at_least', 'at_most', 'advice')
+OWN = ('run_dir', 'work_dir', 'load_from', 'resume_from', 'auto_resume')  # keys of a configuration that the order of the stages gives
 CHOICES = {'weights': ('auto', 'ema', 'raw'), 'optimizer': ('reset', 'keep'), 'rule': (None, 'greater', 'less'),
            'launcher': ('auto', 'torchpack', 'torchrun')}
 
@@ -176,12 +178,18 @@ def read_plan(file: str) -> Plan:
         overrides = found.get('overrides') or {}
         if not isinstance(overrides, dict):
             raise wrong((*path, 'overrides'), f'key overrides must be a mapping such as {{data: {{workers_per_gpu: 8}}}}, got {overrides!r}')
+        for key in overrides:
+            if key in OWN:
+                raise wrong((*path, 'overrides', key), f'key {key!r} cannot be an override: a stage has its folder below run_dir and starts '
+                                                       'from the stage before it, the first one from load_from at the top of this file')
         gates = []
+        if not isinstance(found.get('gates') or [], list):
+            raise wrong((*path, 'gates'), f'key gates must be a list, got {found["gates"]!r}')
         for index, one in enumerate(found.get('gates') or []):
             here = (*path, 'gates', index)
             bounds = [one[key] for key in ('at_least', 'at_most') if key in one] if isinstance(one, dict) else []
             if not isinstance(one, dict) or not text(one, 'metric', here) or len(bounds) != 1 or isinstance(bounds[0], bool) \
-                    or not isinstance(bounds[0], (int, float)):
+                    or not isinstance(bounds[0], (int, float)) or not math.isfinite(bounds[0]):
                 raise wrong(here, f'a gate is {{metric: M, at_least: number}} (or at_most), got {one!r}')
             known(one, GATE_KEYS, here)
             gates.append(Gate(**one))

@@ -63,7 +63,7 @@ def progress(run: Run, now: Optional[float] = None) -> Progress:
         fraction = min(1.0, done / (epochs * iterations))
         remaining = max(0, epochs * iterations - done)
     eta = remaining * step + _evaluations(run, epoch, epochs) if remaining is not None and step else None
-    state, text, limit = _state(run, age, due, now)
+    state, text, limit = _state(run, age, due)
     if state in (FINISHED, FAILED, STOPPED, SILENT):
         eta = None
     return Progress(state, text, epoch, iteration, epochs, iterations, fraction, age, due, limit, step, samples,
@@ -107,7 +107,7 @@ def _complete(run: Run, age: Optional[float]) -> bool:
     return evaluated or (saved and not run.val and (age is None or age > LEAST_LIMIT))
 
 
-def _state(run: Run, age: Optional[float], due: Optional[float], now: float):
+def _state(run: Run, age: Optional[float], due: Optional[float]):
     """(state, sentence, limit of silence in seconds)."""
     phase = str(run.launch.get('phase', ''))
     message = str(run.launch.get('message', ''))

@@ -248,6 +248,20 @@ def test_keys_of_openmmlab_that_mean_nothing_here_are_accepted_and_never_suggest
             assert not any(f"'{key}'" in str(error.value) for key in schema.IGNORED), error.value
 
 
+def test_keys_of_mmcvs_evaluation_and_loaders_that_nothing_reads(tmp_path):
+    messages = load(tmp_path, 'evaluation: {interval: 2, metric: bbox, gpu_collect: true}\ndata: {test_dataloader: {}}\n')[1]
+    only(messages, r"key 'evaluation\.metric': has no effect, like gpu_collect: every task is evaluated")
+    only(messages, r"key 'data\.test_dataloader': has no effect: .* data\.val_dataloader")
+
+
+def test_a_loaders_own_keys_are_known(tmp_path):
+    (tmp_path / 'a.yaml').write_text('data: {samples_per_gpu: 2}\n')
+    cfg = load_config(str(tmp_path / 'a.yaml'), ['--data.train_dataloader.samples_per_gpu', '3', '--data.val_dataloader.pin_memory', 'false'])
+    assert cfg.data.train_dataloader == {'samples_per_gpu': 3} and cfg.data.val_dataloader.pin_memory is False
+    with pytest.raises(ConfigError, match="did you mean 'data.train_dataloader.samples_per_gpu'"):
+        load_config(str(tmp_path / 'a.yaml'), ['--data.train_dataloader.sample_per_gpu', '3'])
+
+
 def test_keys_of_the_centerpoint_head_without_effect(tmp_path):
     messages = load(tmp_path, RADAR)[1]
     message = only(messages, r"key 'model\.heads\.object\.train_cfg\.dense_reg': has no effect, like max_objs: .*leave it out")

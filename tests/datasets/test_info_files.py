@@ -20,7 +20,7 @@ def boxes(n, seed=0):
 
 def info(token='a', timestamp=1, n=6, convention='new', **extra):
     gt = boxes(n)
-    gt = gt if convention == 'new' else info_files.old_from_new_boxes(gt)
+    gt = gt if convention == 'new' else info_files.swap_box_convention(gt)
     return {'token': token, 'timestamp': timestamp, 'gt_boxes': gt, 'gt_names': np.array(['car'] * n, dtype=np.str_), **extra}
 
 
@@ -146,8 +146,8 @@ def test_more_columns_than_seven_are_left_out(tmp_path):
 
 def test_conversion_there_and_back_and_what_it_means():
     new = boxes(50)
-    old = info_files.old_from_new_boxes(new)
-    assert np.allclose(info_files.new_from_old_boxes(old), new, atol=1e-12)
+    old = info_files.swap_box_convention(new)
+    assert np.allclose(info_files.swap_box_convention(old), new, atol=1e-12)
     # The older convention: dims (w, l, h), yaw clockwise, heading along the box's own -y: (-sin yaw, -cos yaw).
     assert np.array_equal(old[:, 3:5], new[:, [4, 3]])
     heading = np.stack([-np.sin(old[:, 6]), -np.cos(old[:, 6])], 1)
@@ -158,7 +158,7 @@ def test_conversion_matches_the_reference_fixture():
     """`export_*` is what the reference exported for `boxes_in` (old convention) as nuScenes boxes in the lidar frame."""
     from pyquaternion import Quaternion
     golden = np.load(shared_dir('parity', 'data_pipeline.npz'))
-    new = info_files.new_from_old_boxes(golden['boxes_in'].astype(np.float64))
+    new = info_files.swap_box_convention(golden['boxes_in'].astype(np.float64))
     width_length_height = new[:, [4, 3, 5]]
     assert np.allclose(width_length_height, golden['export_wlh'], atol=1e-5)
     yaw = np.array([Quaternion(q).yaw_pitch_roll[0] for q in golden['export_rotation_wxyz']])

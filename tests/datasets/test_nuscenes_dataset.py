@@ -13,7 +13,7 @@ from testing import shared_dir  # noqa: E402
 
 from mmdet3d_ext.datasets import NuScenesDataset, SampleError, gt_database, nuscenes_converter, restricted_pickle  # noqa: E402
 from mmdet3d_ext.datasets.epoch_state import EpochState  # noqa: E402
-from mmdet3d_ext.datasets.info_files import InfoFileError, load_info_file, old_from_new_boxes  # noqa: E402
+from mmdet3d_ext.datasets.info_files import InfoFileError, load_info_file, swap_box_convention  # noqa: E402
 from mmdet3d_ext.datasets.shared_list import SharedList  # noqa: E402
 
 CAMERA = dict(use_lidar=True, use_camera=True, use_radar=True)
@@ -196,7 +196,7 @@ def test_paths_with_another_root_in_front(root, tmp_path, prefix):
 def test_older_convention_gives_the_same_boxes(root, tmp_path):
     data = restricted_pickle.load(root / 'nuscenes_infos_train.pkl')
     for info in data['infos']:
-        info['gt_boxes'] = old_from_new_boxes(info['gt_boxes'])
+        info['gt_boxes'] = swap_box_convention(info['gt_boxes'])
     data['metadata'] = {'version': 'v1.0-mini'}
     restricted_pickle.save(data, tmp_path / 'x.pkl')
     old = NuScenesDataset(str(tmp_path / 'x.pkl'), dataset_root=str(root))

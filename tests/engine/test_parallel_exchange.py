@@ -10,7 +10,7 @@ from ranks import in_ranks
 from testing import REPO
 from torch import nn
 
-sys.path[:0] = [str(REPO / 'benchmarks'), str(REPO / 'tests' / 'models' / 'detectors'), str(REPO / 'tests' / 'models' / 'vtransforms')]
+sys.path[:0] = [str(REPO / part) for part in ('benchmarks', 'tests/models/detectors', 'tests/models/vtransforms', 'tests/engine/inference')]
 
 import scaling_rank as scaling  # noqa: E402
 
@@ -40,13 +40,16 @@ def transfusion(compat=None):
     return make_model(cfg), parts
 
 
-def centerpoint():
+def centerpoint(head='centerpoint', objects=2):
     """A small joint model; rank 1's sample has no box at all."""
+    import test_predictor as ready
     import test_with_real_heads as real
     torch.manual_seed(0)
-    model = real.build_model({**real.small.config('camera', 'lidar'), 'heads': {'object': real.CENTER, 'map': real.MAP}})
+    model = real.build_model({**real.small.config('camera', 'lidar'), 'heads': {'object': ready.HEADS[head], 'map': real.MAP}})
     model.init_weights()
     whole = {**real.small.batch(2, points=[150, 90]), **real.objects(2), 'gt_masks_bev': (torch.rand(2, 2, 48, 36) < 0.3).long()}
+    for key in ('gt_bboxes_3d', 'gt_labels_3d'):
+        whole[key] = [value[:objects] for value in whole[key]]
     return model, [{key: value[rank:rank + 1] for key, value in whole.items()} for rank in range(2)]
 
 
@@ -57,6 +60,19 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def small_transfusion():
+    return centerpoint('transfusion')
+
+
+def small_transfusion_without_boxes():
+    """Counts of zero on all ranks: the divisor is one over all of them, not one for each."""
+    return centerpoint('transfusion', 0)
+
+
+def centerpoint_without_boxes():
+    return centerpoint(objects=0)
 
 
 def exchanged_gradients(model, parts, tmp_path):
@@ -74,7 +90,7 @@ def exchanged_gradients(model, parts, tmp_path):
         return in_ranks(work, tmp_path)
 
 
-@pytest.mark.parametrize('setup', [transfusion, centerpoint])
+@pytest.mark.parametrize('setup', [transfusion, small_transfusion, small_transfusion_without_boxes, centerpoint, centerpoint_without_boxes])
 def test_gradients_are_those_of_one_process_with_all_samples(tmp_path, setup):
     """Also where ranks hold unlike numbers of objects, by which losses are divided."""
     model, parts = setup()
@@ -134,6 +150,30 @@ def test_counts_over_ranks(tmp_path):
         assert both[1] == 2 and both[0].tolist() == [3, 30] and scalar[0].item() == 11 and scalar[0].dtype == torch.float32
         assert counts.tolist() == [rank + 1, 10 * rank + 10], 'the argument was changed'
     assert count_over_ranks(torch.tensor([3]))[0].tolist() == [3.0]
+
+
+def test_counts_of_any_kind_and_of_nothing(tmp_path):
+    """Three ranks, of which some count nothing; whole numbers, truth values' sums, values with a graph; none of them is changed."""
+    def work(rank):
+        mask = torch.zeros(5, dtype=torch.bool)
+        mask[:rank] = True
+        weights = torch.full((2,), float(rank), requires_grad=True)
+        given = [torch.zeros(3, dtype=torch.int32), mask.sum(), weights * 2, torch.tensor([2 ** 23 + rank])]
+        before = [value.detach().clone() for value in given]
+        found = [count_over_ranks(value) for value in given]
+        assert all(torch.equal(value, old) for value, old in zip(given, before))
+        try:
+            with alone():
+                assert count_over_ranks(mask.sum()) == (rank, 1)
+                raise KeyError
+        except KeyError:
+            after = count_over_ranks(torch.ones(1))  # over all ranks again
+        return [(total.tolist(), total.requires_grad, total.dtype, ranks) for total, ranks in [*found, after]]
+
+    for found in in_ranks(work, tmp_path, world=3):
+        f32 = torch.float32
+        assert found == [([0.0] * 3, False, f32, 3), (3.0, False, f32, 3), ([6.0, 6.0], False, f32, 3),
+                         ([3.0 * 2 ** 23 + 4], False, f32, 3), ([3.0], False, f32, 3)]  # beyond 2^24 to the next even number
 
 
 # ---- how often, and when --------------------------------------------------------------------------------------------------------

@@ -346,9 +346,10 @@ def test_average_follows_its_formula(tmp_path):
 
 
 @pytest.mark.parametrize('wrong, message', [
-    ({'ema': {'decay': 1.5}}, 'ema.decay must be between 0 and 1'), ({'ema': {'decy': 0.9}}, 'decy'),
-    ({'amp': {'dtype': 'fp8'}}, "amp.dtype: 'fp8' is not one of"), ({'amp': {'type': 'fp16'}}, "unknown keys \\['type'\\]"),
-    ({'custom_hooks': [{'type': 'EMAHok'}]}, "custom_hooks.0': 'EMAHok' is not known; did you mean 'EMAHook'"), ({'seed': -1}, 'seed must be'),
+    ({'ema': {'decay': 1.5}}, "key 'ema.decay': must be between 0 and 1"), ({'ema': {'decy': 0.9}}, 'decy'),
+    ({'amp': {'dtype': 'fp8'}}, "amp.dtype': 'fp8' is not one of"), ({'amp': {'type': 'fp16'}}, "unknown keys \\['type'\\]"),
+    ({'custom_hooks': [{'type': 'EMAHok'}]}, "custom_hooks.0': 'EMAHok' is not known; did you mean 'EMAHook'"),
+    ({'seed': -1}, "key 'seed': must be"),
     ({'runner': {'type': 'IterBasedRunner', 'max_epochs': 2}}, 'runner.type'), ({'max_epochs': 0}, "toy.yaml:.*key 'max_epochs': must be"),
     ({'data': {'samples_per_gpu': 0, 'train': {'type': 'EngineToyDataset'}}},
      "key 'data.samples_per_gpu': must be a whole number >= 1, got 0")])

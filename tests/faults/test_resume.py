@@ -317,6 +317,24 @@ def test_killed_between_checkpoint_and_evaluation(tmp_path, alone, fault_record)
     fault_record('SIGKILL during the evaluation of an epoch', 'the resumed run evaluates that epoch first')
 
 
+def test_killed_between_evaluation_and_best_checkpoint(tmp_path, fault_record):
+    """All epochs score the same here, so the first one is the best: unless its score was forgotten."""
+    import json
+
+    from mmdet3d_ext.engine.hooks.checkpoint import BestKeeper
+
+    def prepare(rank):
+        BestKeeper.update = lambda *given: os.kill(os.getpid(), signal.SIGKILL)
+
+    config = settings(tmp_path, *EPOCHS, '--evaluation.save_best', 'toy/count')
+    assert run(tmp_path, config, prepare=prepare) == [-signal.SIGKILL]
+    assert run(tmp_path, config, resume='auto') == [0]
+    best = json.loads((tmp_path / 'run' / 'best.json').read_text())
+    assert best['epoch'] == 1 and (tmp_path / 'run' / best['file']).is_file()
+    assert sorted(path.name for path in (tmp_path / 'run' / 'metrics').iterdir()) == [f'epoch_{epoch}.json' for epoch in (1, 2, 3)]
+    fault_record('SIGKILL between an evaluation and its best checkpoint', 'the resumed run evaluates that epoch again')
+
+
 def test_only_a_bounded_number_of_files_is_kept(tmp_path):
     assert run(tmp_path, settings(tmp_path, '--max_epochs', 4, '--checkpoint_config.every_iters', 1)) == [0]
     assert names(tmp_path) == ['epoch_3.pth', 'epoch_4.pth']

@@ -61,6 +61,9 @@ while done < steps:
 (folder / 'latest.pth').touch()
 if '--no-validate' in rest:
     sys.exit(0)
+evaluates = folder.parent / 'evaluates'
+if evaluates.exists():
+    time.sleep(float(evaluates.read_text()))
 value = (0.3 if 'deep_supervision' in ' '.join(sys.argv) or 'stage1' in found.config else 0.2) + 0.01 * int(found.seed)
 metrics = {}
 for grid in ('map', 'map_ref'):
@@ -69,6 +72,8 @@ for grid in ('map', 'map_ref'):
             metrics[f'{grid}/{name}/iou@{number / 20:.2f}'] = value * (share if number >= 4 else max(share, 0.5))
         metrics[f'{grid}/{name}/iou@max'] = value * max(share, 0.5) if share == share else share
     metrics[f'{grid}/mean/iou@max'] = -1.0
+if (folder.parent / 'few').exists() and getattr(found, 'model.heads.map.use_dice_loss'):
+    del metrics['map_ref/divider/iou@0.35']
 (folder / 'metrics.json').write_text(json.dumps({**metrics, 'object/nds': 0.1}))
 '''
 
@@ -182,6 +187,20 @@ def test_a_part_is_said_to_help_or_harm_only_beyond_the_spread_of_seeds():
     assert '- no_x/1: it burst' in text
 
 
+@pytest.mark.parametrize('there', [['stay400/0'], ['no_dice/0'], ['stay400/0', 'stage1/1'], ['stage1/1', 'no_dice/0'],
+                                   ['stage1/0', 'no_dice/0']])
+def test_a_page_of_the_rows_that_are_there(there):
+    """Rows end in any order, and the time may be over after any of them."""
+    rows = [{'name': name, 'seed': int(seed), 'device': 'd', 'date': 'd', 'iterations': [5, 5], 'step_ms': [1.0, 2.0], 'seconds': [1.0, 2.0],
+             'metrics': {f'{grid}/{key}/iou@{column}': 0.5 for grid in ('map', 'map_ref') for key in ('mean', 'divider')
+                         for column in ('max', 'any')}} for name, seed in (key.split('/') for key in there)]
+    text = benchmark.report(rows, benchmark.HEADLINE, {'dice': 'without dice'}, 'all', 'command')
+    assert ('None of its rows is there yet' in text) == (there == ['no_dice/0']) and ', against' not in text.split('## Stage 1')[0]
+    assert ('| without dice |' in text) == (there == ['stage1/0', 'no_dice/0'])
+    assert ('Not shown, as Stage 1 with the same seed is not there yet: without dice' in text) == (
+        'no_dice/0' in there and 'stage1/0' not in there)
+
+
 def test_each_training_sees_one_gpu_one_thread_and_its_share_of_the_cores(bench, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '3,5')
     (bench.folder / 'work' / 'slow').write_text('0.1')
@@ -199,6 +218,36 @@ def test_the_time_is_kept_and_the_next_call_goes_on(bench):
     (bench.folder / 'work' / 'slow').unlink()
     assert bench('--only', 'stay400', '--seeds', '2', '--jobs', '2') == 0
     assert sorted(bench.starts()[:2]) == sorted(bench.starts()[2:4]), 'the trainings that were stopped go on in their folders'
+
+
+def test_an_evaluation_has_until_the_deadline(bench, monkeypatch):
+    """A row that is there when the time is over is written; what still takes steps then is stopped before."""
+    monkeypatch.setattr(trainings, 'END', 0.5)
+    monkeypatch.setattr(trainings, 'GRACE', 6.0)
+    monkeypatch.setattr(trainings, 'SETTLE', 100.0)
+    (bench.folder / 'work' / 'evaluates').write_text('4')
+    (bench.folder / 'work' / 'slow_aspp').touch()
+    pages = []
+    real = benchmark.write_page
+    monkeypatch.setattr(benchmark, 'write_page', lambda *given: (real(*given), pages.append(bench.folder.joinpath('page.md').read_text())))
+    began = time.monotonic()
+    words = ('--form', 'tiny', '--jobs', '2')
+    assert bench(*words, '--slice', '9', '--only', 'stay400', 'no_aspp', '--seeds', '1') == benchmark.STOPPED
+    assert list(bench.rows()) == ['stay400/0'] and 4 < time.monotonic() - began < 9.5
+    assert len(pages) == 2 and '## Headline' in pages[0], 'with every row'
+    (bench.folder / 'work' / 'evaluates').write_text('60')
+    monkeypatch.setattr(trainings, 'GRACE', 2.0)
+    assert bench(*words, '--slice', '4', '--only', 'stay400', '--seeds', '2') == benchmark.STOPPED
+    assert list(bench.rows()) == ['stay400/0'] and not trainings.of_run(str(bench.folder / 'work' / bench.starts()[-1]))
+    (bench.folder / 'work' / 'evaluates').unlink()
+    assert bench(*words, '--only', 'stay400', '--seeds', '2') == 0 and list(bench.rows()) == ['stay400/0', 'stay400/1']
+
+
+def test_metrics_that_cannot_be_read_are_one_rows_failure(bench):
+    (bench.folder / 'work' / 'few').touch()
+    assert bench('--only', 'stay400', 'no_dice', '--jobs', '2', '--seeds', '1') == 1
+    rows = bench.rows()
+    assert 'metrics' in rows['stay400/0'] and 'map_ref/divider/iou@0.35' in rows['no_dice/0']['error']
 
 
 def test_a_training_that_fails_leaves_the_others_alone(bench, capsys):
@@ -230,6 +279,15 @@ def test_others_make_room_for_the_headline(bench, capsys, monkeypatch):
     assert 'makes room: the time does not suffice for all' in capsys.readouterr().out
     rows = list(bench.rows())
     assert rows == ['stay400/0', 'no_aspp/0'] and len(bench.starts()) == 5
+
+
+def test_of_the_headline_the_last_seeds_make_room(bench, capsys, monkeypatch):
+    monkeypatch.setattr(trainings, 'EVALUATION', 100.0)
+    (bench.folder / 'work' / 'slow').write_text('0.15')
+    assert bench('--jobs', '4', '--seeds', '2', '--only', 'stay400', '--slice', '60') == 0
+    said = capsys.readouterr().out
+    assert 'stay400/1 makes room' in said and 'stay400/0 makes room' not in said
+    assert list(bench.rows()) == ['stay400/0', 'stay400/1'] and len(bench.starts()) == 5
 
 
 def test_a_killed_call_leaves_trainings_that_the_next_one_ends_first(bench):
@@ -302,6 +360,18 @@ def test_one_trial_that_fails_is_left_out(bench, capsys, monkeypatch):
     assert bench('--seeds', '1', '--only', 'stay400', 'no_dice', '--slice', '400', '--epochs', 'fit', '--jobs', '2', '--trial', '3', '1') == 0
     said = capsys.readouterr()
     assert 'trial of no_dice/0 failed with exit code 1' in said.err and 'ms in 1 trainings at 400' in said.out
+
+
+def test_a_trial_that_hangs_does_not_stand_for_the_others(bench, capsys, monkeypatch):
+    trial = bench.folder / 'work' / 'trial'
+    trial.mkdir()
+    (trial / 'slow_aspp').touch()
+    (trial / 'slow').write_text('0.05')
+    monkeypatch.setattr(benchmark, 'TRIAL_START', 4.0)
+    seen = []
+    monkeypatch.setattr(benchmark, 'train', lambda wanted, form, arguments, epochs, *_: seen.append(epochs))
+    assert bench('--seeds', '1', '--only', 'stay400', 'no_aspp', '--slice', '600', '--epochs', 'fit', '--jobs', '2', '--trial', '3', '1') == 0
+    assert 'trial, 1 side by side: 4 s to step 3' in capsys.readouterr().out and seen[0] > 20
 
 
 def test_scores_are_those_of_the_field_and_of_any_threshold():

@@ -81,6 +81,13 @@ def test_notices_have_their_key_in_json(capsys):
     assert warning['key'] == 'data.test.test_mode' and warning['place'] == "command line: key 'data.test.test_mode'"
 
 
+@pytest.mark.parametrize('words', [['--gpus', '0'], ['--gpus', '-4'], ['--memory', 'nan'], ['--memory', '0'], ['--memory', 'much']])
+def test_numbers_that_are_none(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tool.main([TINY, *words])
+    assert ended.value.code == 2 and f'got {words[1]!r}' in capsys.readouterr().err
+
+
 def test_a_batch_against_the_recipe(capsys):
     assert tool.main([str(REPO / 'configs/nuscenes/multitask/phase3_400.yaml'), '--data.samples_per_gpu', '1', '--gpus', '1']) == 1
     assert "key 'optimizer.lr'" in capsys.readouterr().out
@@ -129,13 +136,16 @@ def test_memory_that_a_card_does_not_have():
 
 
 def test_the_environments_problems_have_a_key_each(monkeypatch):
+    """Four of the eight problems on record: a library's missing link, library paths, bytecode, shared memory. Memory stands above, the other
+    three (shapes of output and labels, interpolation of labels, epochs of a copied file) in tests/checks/test_broken.py."""
     from mmdet3d_ext import doctor
     from mmdet3d_ext.doctor import Finding
     found = [Finding('mmcv library', 'problem', 'libtorch_cuda_cu.so is missing', 'build mmcv for this torch'),
              Finding('LD_LIBRARY_PATH', 'problem', 'libcudart is not found', 'export it'),
+             Finding('shared memory', 'problem', '/dev/shm cannot be written', 'docker run --shm-size=16g'),
              Finding('stale bytecode', 'warning', 'a cache is never compared', 'delete it'), Finding('python', 'ok', '3.11')]
     monkeypatch.setattr(doctor, 'examine', lambda options, groups: iter(found))
     report = check_config(load_config(TINY))
     config_check.add_environment(report, TINY, [])
-    assert [one.key for one in report.errors] == ['environment.mmcv library', 'environment.LD_LIBRARY_PATH']
+    assert [one.key for one in report.errors] == ['environment.mmcv library', 'environment.LD_LIBRARY_PATH', 'environment.shared memory']
     assert [one.key for one in report.warnings] == ['environment.stale bytecode'] and 'delete it' in str(report.warnings[0])

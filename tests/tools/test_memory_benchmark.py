@@ -59,7 +59,9 @@ def test_a_worker_that_dies_costs_its_row_only(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, '__file__', str(script))
     rows = [benchmark.row(name, benchmark.TINY, 1, 'fp32') for name in ('a', 'dies', 'b')]
     arguments = type('Arguments', (), dict(device='cpu', cap=1.0, iterations=1))
-    found = benchmark.measure_all(rows, arguments)
+    seen = []
+    found = benchmark.measure_all(rows, arguments, lambda so_far: seen.append(sorted(so_far)))
+    assert seen[0] == [0] and seen[-1] == [0, 1, 2], 'what is there is told as it comes'
     assert found[0] == found[2] == {'step_ms': 1.0, 'seconds': 0.0}
     assert found[1] == {'error': 'the process ended with 9 or was stuck'}
 

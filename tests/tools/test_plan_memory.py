@@ -32,9 +32,28 @@ def test_mistakes_are_one_message(capsys, monkeypatch):
     monkeypatch.chdir(REPO)
     assert tool.main([TINY, '--points', '2000', '--model.heads.map.in_channels', '3', '--no-switches']) == 2
     error = capsys.readouterr().err
-    assert 'the parts of the model do not fit in model.heads.map' in error and 'Traceback' not in error
+    assert "key 'model.heads.map.in_channels': is 3, the decoder gives" in error and 'Traceback' not in error
     assert tool.main([TINY, '--model.checkpoint', '[decoder.nack]', '--no-switches']) == 2
     assert "there is no part named 'decoder.nack'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('words, said', [
+    (['--batch', '0'], "must be a whole number >= 1, got '0'"), (['--points', '-5'], "must be a whole number >= 1, got '-5'"),
+    (['--gpus', 'two'], "must be a whole number >= 1, got 'two'"), (['--voxels', '1.5'], "must be a whole number >= 1, got '1.5'")])
+def test_numbers_of_things_are_at_least_one(words, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tool.main([TINY, *words])
+    assert ended.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('words, said', [
+    (['--data.samples_per_gpu', 'null'], "key 'data.samples_per_gpu'"), (['--optimizer.lr', 'null'], "key 'optimizer.lr'"),
+    (['--json', 'nowhere/plan.json'], '--json nowhere/plan.json: its folder does not exist')])
+def test_what_cannot_be_planned_is_one_message(words, said, capsys, monkeypatch):
+    monkeypatch.chdir(REPO)
+    assert tool.main([TINY, '--points', '2000', '--no-switches', *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and 'Traceback' not in error
 
 
 def test_help_names_what_users_expect():

@@ -40,12 +40,22 @@ TRAIN, TEST = load('train'), load('test')
     (['c.yaml', '--amp.dtype', 'bf16', '--amp'], dict(amp=True), ['--amp.dtype', 'bf16']),
     (['c.yaml', '--load_from', 'a.pth', '--local-rank=1', '--launcher', 'pytorch'],
      dict(load_from='a.pth', launcher='pytorch'), []),
+    # without dashes: an override, unless it is an option's value
+    (['c.yaml', 'max_epochs=3', '--run-dir', 'a=b', 'optimizer.lr=1e-4', '--amp', 'x=[1,', '2]'], dict(run_dir='a=b', amp=True),
+     ['max_epochs=3', 'optimizer.lr=1e-4', 'x=[1,', '2]']),
 ])
 def test_words_of_train(words, expected, overrides):
     arguments, rest = cli.split(TRAIN.parser(), words)
     assert rest == overrides
     for name, value in expected.items():
         assert getattr(arguments, name) == value
+
+
+def test_a_file_with_an_equals_sign_is_no_override(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'lr=3.yaml').touch()
+    arguments, rest = cli.split(TRAIN.parser(), ['lr=3.yaml', 'seed=3'])
+    assert arguments.config == 'lr=3.yaml' and rest == ['seed=3']
 
 
 def test_words_of_test():
@@ -69,7 +79,7 @@ def test_help_shows_examples(tool, capsys):
     (['--optimzer.lr', '1'], "unknown key 'optimzer' at the top; did you mean 'optimizer'"),
     (['--load_from', 'nope.pth'], 'checkpoint nope.pth does not exist'),
     (['--resume_from', 'nope.pth'], 'checkpoint nope.pth does not exist'),
-    (['--amp.dtype', 'fp8'], "amp.dtype: 'fp8' is not one of fp16, bf16, fp32"),
+    (['--amp.dtype', 'fp8'], "amp.dtype': 'fp8' is not one of fp16, bf16, fp32"),
 ])
 def test_mistakes_are_one_clean_line(tmp_path, capsys, words, message):
     code = TRAIN.main([write_config(tmp_path), '--run-dir', str(tmp_path / 'run'), *words])

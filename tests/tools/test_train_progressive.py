@@ -1,4 +1,5 @@
 """``tools/train_progressive.py``: order, gates, kills at any point, changed files, mistakes; on a toy trainer without torch."""
+import errno
 import json
 import os
 import signal
@@ -243,6 +244,9 @@ def test_a_best_checkpoint_that_is_gone(bench):
     (lambda p: p['stages'][0].update(optimizer='keep'), 'no checkpoint to keep an optimizer from'),
     (lambda p: p['stages'][1].update(name='coarse'), "no other stage has, got 'coarse'"),
     (lambda p: p['stages'][1].update(gates=[{'metric': 'a'}]), 'a gate is {metric: M, at_least: number}'),
+    (lambda p: p['stages'][1].update(gates=[{'metric': 'a', 'at_least': float('nan')}]), 'a gate is {metric: M, at_least: number}'),
+    (lambda p: p['stages'][1].update(gates=5), 'key gates must be a list, got 5'),
+    (lambda p: p['stages'][1].update(overrides={'load_from': 'x.pth'}), "key 'load_from' cannot be an override"),
     (lambda p: p.pop('metric'), "stage 1 has no 'metric'"),
     (lambda p: p.update(load_from='nothing.pth'), 'checkpoint nothing.pth does not exist'),
     (lambda p: p.update(stages=[]), 'a list of at least one stage')])
@@ -293,6 +297,44 @@ def test_the_state_file(tmp_path):
     progress.records = {'a': progressive.Record('a', best='x.pth', score=0.5, started=time.time())}
     progress.write()
     assert progressive.Progress(str(tmp_path)).records == progress.records
-    (tmp_path / 'progressive.json').write_text('{"plan": ')
-    with pytest.raises(LaunchToolError, match='cannot be read'):
-        progressive.Progress(str(tmp_path))
+    for text in ('{"plan": ', '[]', '{"plan": null, "stages": []}', '{"plan": {}, "stages": [{"phase": "done"}]}',
+                 '{"plan": {}, "stages": [{"name": "a", "gates": null}]}', '{"plan": {}, "stages": [{"name": "a", "fase": "done"}]}'):
+        (tmp_path / 'progressive.json').write_text(text)
+        with pytest.raises(LaunchToolError, match='cannot be read'):
+            progressive.Progress(str(tmp_path))
+
+
+def test_a_run_folder_that_cannot_be_used(bench):
+    (bench.folder / 'runs').touch()
+    done = bench.run()
+    assert done.returncode == 2 and 'runs is no folder' in done.stderr and 'Traceback' not in done.stderr, done
+
+
+def test_a_full_disk_is_said_and_the_command_goes_on_later(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, 'No space left on device')
+    progress = progressive.Progress(str(tmp_path))
+    progress.write()
+    before = progress.path
+    monkeypatch.setattr(progressive.os, 'fsync', full)
+    progress.records = {'a': progressive.Record('a')}
+    with pytest.raises(LaunchToolError, match='progressive.json cannot be written: No space left on device'):
+        progress.write()
+    assert progressive.Progress(str(tmp_path)).records == {} and os.path.exists(before), 'the file is the one from before'
+
+
+def test_a_stage_is_not_begun_anew_under_ranks_that_still_write(bench):
+    """Command and supervisor were killed, the rank was not: its folder is not moved away from under it."""
+    bench.configs['coarse']['seconds'] = 1.0
+    process = bench.begin()
+    assert wait_until((bench.folder / 'runs' / 'coarse' / 'epoch_1.pth').exists, 40)
+    process.kill()
+    process.wait()
+    run = bench.supervisor('coarse')
+    os.kill(run.supervisor, signal.SIGKILL)
+    done = bench.run('--again', 'coarse')
+    assert done.returncode == 2 and 'a run lives in' in done.stdout and not (bench.folder / 'runs' / 'coarse.previous_1').exists(), done
+    processes.kill_run(run.token)
+    bench.configs['coarse']['seconds'] = 0.0
+    done = bench.run('--again', 'coarse')
+    assert done.returncode == 0 and (bench.folder / 'runs' / 'coarse.previous_1').is_dir(), done

@@ -129,7 +129,7 @@ def _trailer(b: _Builder, rng) -> None:
     b.box((0.6, 0.64), (-0.5, 0.5), (0.0, 0.3), (60, 60, 64), 10)
 
 
-def _construction(b: _Builder, rng) -> None:
+def _construction(b: _Builder) -> None:
     b.shadow()
     yellow = (226, 166, 26)
     b.box((-0.98, 0.5), (-1, -0.6), (0.0, 0.3), (44, 44, 46), 8)
@@ -201,7 +201,7 @@ def build_parts(kind: str, size: np.ndarray, rng: np.random.Generator, rider: bo
     elif kind == 'trailer':
         _trailer(b, rng)
     elif kind == 'construction_vehicle':
-        _construction(b, rng)
+        _construction(b)
     elif kind in ('bicycle', 'motorcycle'):
         _cycle(b, rng, rider, kind == 'motorcycle')
     elif kind in ('adult', 'child', 'construction_worker'):

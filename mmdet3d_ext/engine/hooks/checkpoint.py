@@ -204,7 +204,7 @@ class BestKeeper:
                 link_or_copy(source, path)
             else:
                 write_atomic(runner.checkpoint_content(), path)
-            _write_json({'metric': self.metric, 'score': score, 'epoch': epoch, 'file': name}, record_path)
+            write_json({'metric': self.metric, 'score': score, 'epoch': epoch, 'file': name}, record_path)
         except (OSError, CheckpointWriteError) as error:
             runner.logger.error('ALARM: cannot keep the best checkpoint %s: %s. The earlier one stays', name, error)
             return
@@ -239,9 +239,14 @@ def _read_json(path: str) -> Dict[str, Any]:
         return {}
 
 
-def _write_json(value: Mapping[str, Any], path: str) -> None:
+def write_json(value: Mapping[str, Any], path: str) -> None:
+    """Whole or not at all."""
     temporary = f'{path}.tmp-{os.getpid()}'
-    with open(temporary, 'w') as stream:
-        json.dump(value, stream, indent=2)
-        stream.write('\n')
+    try:
+        with open(temporary, 'w') as stream:
+            json.dump(value, stream, indent=2)
+            stream.write('\n')
+    except OSError:
+        _remove(temporary)
+        raise
     os.replace(temporary, path)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from typing import Any, Callable, Dict, Optional
@@ -11,7 +10,7 @@ from mmcv.runner import HOOKS, Hook
 from mmcv.runner.hooks import LoggerHook
 
 from ...metrics import on_rank_zero
-from .checkpoint import BestKeeper
+from .checkpoint import BestKeeper, write_json
 
 
 @HOOKS.register_module()
@@ -77,9 +76,11 @@ class EvaluationHook(Hook):
     def _evaluate_and_keep(self, runner: Any) -> None:
         metrics = self._evaluate(runner)
         if runner.rank == 0:
-            self._write(runner, metrics)
+            self._write(runner, metrics, os.path.join(runner.work_dir, 'metrics.json'))
             if self.keeper is not None:
                 self.keeper.update(runner, metrics, runner.work_dir)
+            # Last: what says that this epoch needs no other evaluation.
+            self._write(runner, metrics, _metrics_file(runner))
 
     def _evaluate(self, runner: Any) -> Dict[str, float]:
         begin = time.monotonic()
@@ -97,13 +98,10 @@ class EvaluationHook(Hook):
         runner.metrics = dict(metrics)
         return metrics
 
-    def _write(self, runner: Any, metrics: Dict[str, float]) -> None:
+    def _write(self, runner: Any, metrics: Dict[str, float], path: str) -> None:
         try:
-            os.makedirs(os.path.dirname(_metrics_file(runner)), exist_ok=True)
-            for path in (_metrics_file(runner), os.path.join(runner.work_dir, 'metrics.json')):
-                with open(path, 'w') as stream:
-                    json.dump(metrics, stream, indent=2)
-                    stream.write('\n')
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            write_json(metrics, path)
         except OSError as error:
             runner.logger.error('ALARM: cannot write the metrics: %s. Training goes on; they are in the log line', error)
 

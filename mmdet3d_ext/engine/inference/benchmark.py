@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import itertools
 import statistics
 import time
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
@@ -35,7 +36,7 @@ GRAPHS: Step = ('+ CUDA graphs', lambda predictor, batch: predictor.record_graph
 
 def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precision_name: str, iterations: int = 20, warmup: int = 5,
               batches: Optional[Sequence[Mapping[str, Any]]] = None, trace: Optional[str] = None, plain_only: bool = False,
-              graphs: bool = False, model: Optional[nn.Module] = None) -> Iterator[Dict[str, Any]]:
+              graphs: bool = False, model: Optional[nn.Module] = None, times: bool = True, profile: bool = True) -> Iterator[Dict[str, Any]]:
     """Time predictions: plain, then with one more of :data:`STEPS` each time. Decoded boxes and maps reach the host.
 
     Inputs are on the device, but for the matrices, which come from the host as a loader gives them.
@@ -44,11 +45,12 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
         batches: random ones, by default the first two of the configured validation data.
         trace: file of a trace; each row's name is put before its ending.
         plain_only: the first row only. graphs: one more row, :data:`GRAPHS`, on a GPU.
+        times, profile: as of :func:`~..benchmark.training`; all rows are timed before the first is profiled.
 
     Yields:
-        rows: ``mode, variant, samples, precision, iterations, ranks, step_ms`` (median latency of a batch), ``latency_ms`` (``median, p90``),
-        ``samples_per_s, data_wait_ms, peak_mib, peak_reserved_mib``, ``did`` (what the step reports), ``geometry`` (hits and
-        misses), what :func:`~..timing.profile_step` finds, and ``parts`` (name -> median ms).
+        rows: ``mode, variant, samples, precision, iterations, ranks``, ``did`` (what the step reports); ``step_ms`` (median latency of a
+        batch), ``latency_ms`` (``median, p90``), ``samples_per_s, data_wait_ms, peak_mib, peak_reserved_mib``, ``geometry`` (hits and
+        misses) and ``parts`` (name -> median ms); what :func:`~..timing.profile_step` finds.
     """
     choose_kernels(cfg)
     with precision(precision_name, device) as dtype:
@@ -56,32 +58,37 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
             loader = make_loader(with_batch(cfg, samples), cfg['data']['val'], 0, train=False)
             batches = [unpack_batch(batch, device) for batch, _ in zip(loader, range(2))]
         batches = [{k: v.cpu() if k in MATRICES else v for k, v in batch.items()} for batch in batches]
-        predictor = Predictor(copy.deepcopy(model) if model is not None else make_model(cfg), device, dtype)
+        template = model if model is not None else make_model(cfg)
         steps = [(PLAIN, lambda *_: None)] + [s for s in STEPS if dtype is not None or s[0] not in HALF_ONLY]
         if graphs and device.type == 'cuda':
             steps.append(GRAPHS)
-        for name, apply in steps[:1] if plain_only else steps:
-            try:
-                did = apply(predictor, batches[0])
-            except (FoldError, StoreError) as error:
-                did = f'not done: {error}'
-            row = dict(mode='infer', variant=name, samples=samples, precision=precision_name, iterations=iterations, ranks=1,
-                       did=None if did is None else str(did))
-            row.update(_measure(predictor, device, samples, iterations, warmup, batches, _named(trace, name)))
-            yield row
+        steps = steps[:1] if plain_only else steps
+
+        def rows(measure: Callable[[Predictor, Callable[[], None], str], Dict[str, Any]]) -> Iterator[Dict[str, Any]]:
+            predictor = Predictor(copy.deepcopy(template), device, dtype)
+            for name, apply in steps:
+                try:
+                    did = apply(predictor, batches[0])
+                except (FoldError, StoreError) as error:
+                    did = f'not done: {error}'
+                turns = itertools.cycle(batches)
+                for _ in range(max(warmup, len(batches))):
+                    predictor(next(turns))
+                yield dict(mode='infer', variant=name, samples=samples, precision=precision_name, iterations=iterations, ranks=1,
+                           did=None if did is None else str(did),
+                           **measure(predictor, lambda turns=turns: predictor(next(turns)), name))
+
+        timed = list(rows(lambda predictor, run, name: _times(predictor, run, device, samples, iterations))) if times else None
+        if not profile:
+            yield from timed or ()
+            return
+        profiled = rows(lambda predictor, run, name: profile_step(device, run, _named(trace, name)))
+        for number, row in enumerate(profiled):
+            yield dict(timed[number], **row) if timed else row
 
 
-def _measure(predictor: Predictor, device: torch.device, samples: int, iterations: int, warmup: int, batches: Sequence[Mapping[str, Any]],
-             trace: Optional[str]) -> Dict[str, Any]:
-    clock, count = Clock(device), 0
-
-    def run() -> None:
-        nonlocal count
-        count += 1
-        predictor(batches[count % len(batches)])
-
-    for _ in range(max(warmup, len(batches))):
-        run()
+def _times(predictor: Predictor, run: Callable[[], Any], device: torch.device, samples: int, iterations: int) -> Dict[str, Any]:
+    clock = Clock(device)
     reset_peak(device)
     before, latencies = predictor.geometry_hits(), []
     for _ in range(iterations):
@@ -94,7 +101,6 @@ def _measure(predictor: Predictor, device: torch.device, samples: int, iteration
     found = dict(step_ms=median, latency_ms={'median': median, 'p90': percentile(latencies, 0.9)}, samples_per_s=1e3 * samples / median,
                  data_wait_ms=0.0, geometry={key: after[key] - before[key] for key in after}, **peak(device))
     found['parts'] = medians(predictor.model, clock, run, min(iterations, 10))
-    found.update(profile_step(device, run, trace))
     return found
 
 

@@ -72,7 +72,7 @@ def fold_batch_norms(model: nn.Module, work: Callable[[], Any], parts: Optional[
         check: compare them.
 
     Raises:
-        FoldError: if a part's output changed by more than ``MODEL_TOLERANCE``. The model is then as it was.
+        FoldError: if a part's output changed by more than ``MODEL_TOLERANCE``, or the model does not run any more. It is then as it was.
         ValueError: if the model is in training mode.
     """
     if model.training:
@@ -84,15 +84,35 @@ def fold_batch_norms(model: nn.Module, work: Callable[[], Any], parts: Optional[
     undo = [_fold(model, conv, norm) for conv, norm in pairs]
     worst = None
     if check:
+        with _undone_on_error(undo):
+            worst = _compared(before, outputs, work, len(pairs))
+    return FoldReport(tuple(pairs), kept, worst)
+
+
+def _compared(before: Mapping[str, List[torch.Tensor]], outputs: PartOutputs, work: Callable[[], Any], count: int) -> float:
+    """The difference that folding made; FoldError if it is more than rounding or the model does not run any more."""
+    advice = 'a layer is used in a way that the traced run did not show. Predict with the batch norms instead'
+    try:
         with comparable():
             worst, place = difference(before, outputs.run(work))
-        if not worst <= MODEL_TOLERANCE:
-            for step in reversed(undo):
-                step()
-            raise FoldError(f'after folding {len(pairs)} batch norms the output of {place} differs by {worst:.1e} of its largest value '
-                            f'(at most {MODEL_TOLERANCE:.0e} is rounding): a layer is used in a way that the traced run did not show. '
-                            'Predict with the batch norms instead')
-    return FoldReport(tuple(pairs), kept, worst)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise FoldError(f'after folding {count} batch norms the model ends with "{type(error).__name__}: {error}": {advice}') from error
+    if not worst <= MODEL_TOLERANCE:
+        raise FoldError(f'after folding {count} batch norms the output of {place} differs by {worst:.1e} of its largest value '
+                        f'(at most {MODEL_TOLERANCE:.0e} is rounding): {advice}')
+    return worst
+
+
+@contextlib.contextmanager
+def _undone_on_error(undo: List[Callable[[], None]]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -78,12 +78,14 @@ class _Replayed:
             return self.forward(*args, **kwargs)
         kind = _kind(tensors)
         if self.state is None:
+            device = tensors[0].device
+            before = torch.cuda.current_stream(device), torch.cuda.get_rng_state(device)
+            self.owner.pool = self.owner.pool or torch.cuda.graph_pool_handle()
             try:
                 self.state = self._record(leaves, structure, kind)
             except RuntimeError as error:  # a wait for the device, or an operator that no graph can hold
                 self.owner.failed[self.name] = str(error).splitlines()[0][:120]
-                torch.cuda.synchronize()
-                _end_of_recording(tensors[0].device)
+                _put_back(device, self.owner.pool, *before)
                 return self.forward(*args, **kwargs)
         graph, inputs, outputs, expected = self.state
         if kind != expected:
@@ -113,7 +115,6 @@ class _Replayed:
             # Only this thread's calls count: a loader's thread may pin memory meanwhile.
             with torch.cuda.graph(graph, pool=owner.pool, capture_error_mode='thread_local'):
                 outputs = self.forward(*args, **kwargs)
-        owner.pool = owner.pool or graph.pool()
         for leaf in tree_flatten(outputs)[0]:
             if isinstance(leaf, torch.Tensor):
                 owner.fixed[leaf.data_ptr()] = leaf
@@ -165,10 +166,18 @@ def _fixed(owner: GraphedParts, tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _end_of_recording(device: torch.device) -> None:
-    """Take the random numbers of ``device`` out of a recording that broke off: they would refuse to be drawn ever after."""
-    generator, fresh = torch.cuda.default_generators[device.index or 0], torch.Generator(device)
-    fresh.manual_seed(generator.initial_seed())
+def _put_back(device: torch.device, pool: Any, stream: torch.cuda.Stream, random: torch.Tensor) -> None:
+    """What torch leaves of a recording that broke off, as it was before: the recording's stream would stay the current one; the allocator
+    would believe that a recording goes on, refuse another one in ``pool`` and keep what it has when memory runs short (up to torch
+    2.11); random numbers would refuse to be drawn."""
+    torch.cuda.set_stream(stream)
+    torch.cuda.synchronize(device)
+    # RuntimeError: "not recording", as the runs before failed or a later torch has ended it. The others: the function is torch's own affair.
+    with contextlib.suppress(RuntimeError, TypeError, AttributeError):
+        end = getattr(torch._C, '_cuda_endAllocateToPool', None) or torch._C._cuda_endAllocateCurrentStreamToPool  # up to torch 2.7
+        end(device.index, pool)
+    generator, fresh = torch.cuda.default_generators[device.index], torch.Generator(device)
+    fresh.set_state(random)
     generator.graphsafe_set_state(fresh.graphsafe_get_state())
 
 

@@ -11,6 +11,7 @@ from mmcv.cnn import build_norm_layer
 from torch import nn
 from torch.nn import functional as F
 
+from ...geometry.on_device import constant
 from ...registry import MODELS
 
 NORM_CFG = {'type': 'BN1d', 'eps': 1e-3, 'momentum': 0.01}  # PointPillars' choice
@@ -24,8 +25,8 @@ def filled_slots(sizes: torch.Tensor, slots: int) -> torch.Tensor:
 def pillar_offsets(points: torch.Tensor, coords: torch.Tensor, voxel_size: Sequence[float],
                    lower: Sequence[float]) -> torch.Tensor:
     """(V, M, 2) metres from the pillar's centre, from points (V, M, >=2) and coords (V, 4) = (batch, x, y, z)."""
-    size = points.new_tensor(list(voxel_size[:2]))
-    centre = (coords[:, 1:3].to(points.dtype)) * size + (size / 2 + points.new_tensor(list(lower[:2])))
+    size = constant(voxel_size[:2], points)
+    centre = (coords[:, 1:3].to(points.dtype)) * size + (size / 2 + constant(lower[:2], points))
     return points[..., :2] - centre[:, None]
 
 

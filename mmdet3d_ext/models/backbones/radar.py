@@ -9,6 +9,7 @@ from typing import Optional, Sequence
 import torch
 from torch import nn
 
+from ...geometry.on_device import constant
 from ...registry import MODELS
 from .pillars import PillarBackbone, PointLayer, filled_slots, pillar_offsets
 
@@ -40,7 +41,7 @@ class RadarFeatureNet(nn.Module):
 
     def forward(self, features: torch.Tensor, sizes: torch.Tensor, coords: torch.Tensor) -> torch.Tensor:
         """Features (V, M, F), points per pillar (V,), coords (V, 4) -> (V, C)."""
-        bounds = features.new_tensor(self.point_cloud_range)
+        bounds = constant(self.point_cloud_range, features)
         position = (features[..., :3] - bounds[:3]) / (bounds[3:] - bounds[:3])
         offsets = pillar_offsets(features, coords, self.voxel_size, self.point_cloud_range)
         x = torch.cat([position, features[..., 3:], offsets], -1) * filled_slots(sizes, features.shape[1])

@@ -11,6 +11,7 @@ import torch
 from mmcv.utils import to_ntuple
 from torch import nn
 
+from ...geometry.on_device import upload
 from ...registry import MODELS
 from .sparse_layers import conv_unit, sparse
 
@@ -140,9 +141,7 @@ class SparseEncoder(nn.Module):
     def _with_helper_sample(self, features: torch.Tensor, coords: torch.Tensor, batch_size: int):
         """Append two full z columns of zero features as sample ``batch_size``, far enough apart to stay two sites."""
         nx, ny, nz = self.sparse_shape
-        columns = torch.tensor([[nx // 4, ny // 4], [(3 * nx) // 4, (3 * ny) // 4]], device=coords.device)
-        helper = torch.cat([columns.repeat_interleave(nz, 0),
-                            torch.arange(nz, device=coords.device).repeat(2)[:, None]], 1)
-        helper = torch.cat([torch.full_like(helper[:, :1], batch_size), helper], 1).unique(dim=0)
+        columns = sorted({(nx // 4, ny // 4), ((3 * nx) // 4, (3 * ny) // 4)})
+        helper = torch.tensor([(batch_size, x, y, z) for x, y in columns for z in range(nz)], dtype=coords.dtype)
         zeros = features.new_zeros(len(helper), features.shape[1])
-        return torch.cat([features, zeros]), torch.cat([coords, helper.to(coords.dtype)])
+        return torch.cat([features, zeros]), torch.cat([coords, upload(helper, coords.device)])

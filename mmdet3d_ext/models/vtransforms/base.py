@@ -13,6 +13,7 @@ from torch import nn
 
 from ... import ops
 from ...geometry.grid import Axis, AxisSpec, BevGrid
+from ...geometry.on_device import constant
 from .depth_map import affine, draw_depth, expand_heights
 from .rigs import RIG_MATRICES, RigCache, rig_key
 
@@ -249,10 +250,10 @@ class BaseTransform(nn.Module):
         """The plan that :meth:`pool_volume` makes for positions (B, N, D, H, W, 3)."""
         grid = grid or self.grid
         bounds, (nx, ny) = self._bounds(grid), grid.shape
-        lower, step = (geometry.new_tensor([b[i] for b in bounds]) for i in (0, 2))
+        lower, step = (constant([b[i] for b in bounds], geometry) for i in (0, 2))
         cell = (geometry - lower) / step
         cell = cell.trunc() if self.compat == 'reference' else cell.floor()
-        inside = ((cell >= 0) & (cell < cell.new_tensor([nx, ny, self.z_axis.cells]))).all(-1)  # NaN is outside
+        inside = ((cell >= 0) & (cell < constant([nx, ny, self.z_axis.cells], cell))).all(-1)  # NaN is outside
         rows = inside.flatten().nonzero().flatten()
         sample = torch.div(rows, inside[0].numel(), rounding_mode='floor')
         coords = torch.cat([cell.flatten(0, -2)[rows].long(), sample[:, None]], 1)

@@ -1,6 +1,7 @@
 import hashlib
 import importlib.util
 import json
+import re
 import sys
 
 import pytest
@@ -150,9 +151,11 @@ def test_command_line(tmp_path, capsys, monkeypatch):
     summary = json.loads(printed.out)
     assert summary['options']['image_size'] == [80, 45] and summary['tables']['sample'] == 1
     assert '5/5' in printed.err  # the progress bar: four maps and a frame
-    with pytest.raises(SystemExit) as stop:
-        tool.main([*arguments, '--seed', '3'])
-    assert stop.value.code == 2 and 'other options' in capsys.readouterr().err
+    assert tool.main([*arguments, '--seed', '3']) == 2
+    assert re.fullmatch(r'error: .*other options.*\n', capsys.readouterr().err)
+    (tmp_path / 'file').touch()
+    assert tool.main(['--out', str(tmp_path / 'file' / 'set'), '--preset', 'tiny']) == 2
+    assert re.fullmatch(r'error: \S*/file/set: Not a directory\n', capsys.readouterr().err)
     with pytest.raises(SystemExit):
         tool.main(['--help'])
     assert 'Examples:' in capsys.readouterr().out

@@ -164,6 +164,94 @@ def test_use_that_the_trace_cannot_see_is_an_error_and_undone():
         assert torch.equal(model(x), expected) and isinstance(model.norm, nn.BatchNorm2d)
 
 
+def test_a_model_that_reads_a_norm_itself_is_an_error_and_undone():
+    model, x = shaken(Graph(lambda m, x: m.norm(m.conv(x)) * m.norm.num_features)), torch.randn(2, 4, 4, 4)
+    expected = model(x)
+    with pytest.raises(FoldError, match='ends with "AttributeError: .*num_features'):
+        fold_batch_norms(model, lambda: model(x))
+    assert torch.equal(model(x), expected) and isinstance(model.norm, nn.BatchNorm2d)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_run_that_fails_leaves_no_hook():
+    model = shaken(Graph(lambda m, x: m.norm(m.conv(x)).nothing))
+    with pytest.raises(AttributeError, match='nothing'):
+        fold_batch_norms(model, lambda: model(torch.randn(1, 4, 2, 2)))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()) and isinstance(model.norm, nn.BatchNorm2d)
+
+
+def no_variance(conv, norm):
+    norm.running_var.zero_()
+
+
+def a_dead_channel(conv, norm):
+    conv.weight.data[1].zero_()  # gives its bias everywhere, which is its mean
+    conv.bias.data[1] = norm.running_mean[1]
+    norm.running_var[1] = 0
+
+
+def no_weight(conv, norm):
+    norm.weight.data.zero_()
+
+
+def nothing_at_all(conv, norm):
+    for tensor in (conv.weight.data, conv.bias.data, norm.running_mean, norm.running_var, norm.bias.data):
+        tensor.zero_()
+
+
+def endless_variance(conv, norm):
+    norm.running_var[2] = float('inf')
+
+
+def far_off_mean(conv, norm):
+    norm.running_mean.fill_(1e6)  # what is left behind it is rounding
+
+
+def not_a_number(conv, norm):
+    norm.running_mean[0] = float('nan')
+
+
+@pytest.mark.parametrize('extreme', [no_variance, a_dead_channel, no_weight, nothing_at_all, endless_variance, far_off_mean, not_a_number])
+def test_extreme_statistics_are_folded_right_or_not_at_all(extreme):
+    model, x = shaken(Graph(lambda m, x: m.norm(m.conv(x)))), torch.randn(2, 4, 4, 4)
+    with torch.no_grad():
+        extreme(model.conv, model.norm)
+        expected = model(x)
+        fold_batch_norms(model, lambda: model(x))
+        found = model(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4 * expected.nan_to_num(0, 0, 0).abs().max().item(), equal_nan=True)
+
+
+ALIASES = {
+    'a norm under two names': lambda m: setattr(m, 'again', m.norm),
+    'a convolution under two names': lambda m: setattr(m, 'again', m.conv),
+    'a bias that another layer has, too': lambda m: setattr(m.other, 'bias', m.conv.bias),
+    'a norm whose weight another norm has': lambda m: setattr(m.second, 'weight', m.norm.weight),
+}
+
+
+@pytest.mark.parametrize('alias', ALIASES)
+def test_shared_modules_and_parameters(alias):
+    model, x = Graph(lambda m, x: m.norm(m.conv(x)) + m.second(m.other(x) * 2)), torch.randn(2, 4, 4, 4)
+    ALIASES[alias](model)
+    shaken(model)
+    with torch.no_grad():
+        expected = model(x)
+        report = fold_batch_norms(model, lambda: model(x))
+        assert report.folded == (('conv', 'norm'),), report
+        torch.testing.assert_close(model(x), expected, rtol=1e-5, atol=1e-5)
+    assert all(not isinstance(m, nn.BatchNorm2d) for m in (model.norm, getattr(model, 'again', model.norm)))
+    assert isinstance(model.second, nn.BatchNorm2d)
+
+
+def test_a_part_of_the_output_is_not_its_all():
+    for part in (lambda y: y[:, :, 1:], lambda y: y[:1], lambda y: y.narrow(3, 0, 2)):
+        model, x = shaken(Graph(lambda m, x, part=part: m.norm(part(m.conv(x))))), torch.randn(2, 4, 4, 4)
+        expected = model(x)
+        assert 'another number of values' in fold_batch_norms(model, lambda: model(x)).kept['norm']  # noqa: B023
+        assert torch.equal(model(x), expected)
+
+
 def test_training_mode_is_refused():
     with pytest.raises(ValueError, match='training mode'):
         fold_batch_norms(nn.Sequential(nn.Conv1d(1, 1, 1)).train(), lambda: None)

@@ -48,6 +48,8 @@ def test_tables_of_a_cache_are_held():
 def test_replays_give_the_same(head, dtype):
     device, model = torch.device('cuda'), small.detector('camera', 'lidar', head=head)
     frames = [small.frame('camera', 'lidar', seed=seed) for seed in range(3)]
+    frames += [dict(frames[0], points=[cloud[:count] for cloud, count in zip(frames[0]['points'], counts)])
+               for counts in ((70, 200), (1, 0), (0, 0))]  # other numbers of points, for parts of fixed shapes the same recording
     predictor = Predictor(model, device, dtype)
     predictor.prepare(frames[0])
     want = [predictor(x) for x in frames]
@@ -71,10 +73,19 @@ def test_a_part_that_waits_for_the_device_is_left_as_it_is():
         def forward(self, x):
             return super().forward(x) * (2 if x.sum().item() > 0 else 1)
 
-    part, x = Waits(3, 3).cuda().eval(), torch.ones(2, 3, device='cuda')
+    model = nn.Sequential(nn.Linear(3, 3), Waits(3, 3), nn.Linear(3, 3)).cuda().eval()
+    frames, stream = [torch.full((2, 3), value, device='cuda') for value in (1.0, 2.0)], torch.cuda.current_stream()
     with torch.no_grad():
-        want = part(x)
-        graphs = GraphedParts({'part': part})
-        assert torch.equal(part(x), want) and 'part' in graphs.failed
-        assert torch.rand(3, device='cuda').ge(0).all(), 'random numbers are drawn as before'
-        assert torch.equal(part(x), want)
+        want = [model(x) for x in frames]
+        torch.manual_seed(5)
+        drawn = [torch.rand(3, device='cuda') for _ in range(2)]
+        torch.manual_seed(5)
+        assert torch.equal(torch.rand(3, device='cuda'), drawn[0])
+        graphs = GraphedParts(dict(model.named_children()))
+        for _ in range(2):
+            for x, expected in zip(frames, want, strict=True):
+                torch.testing.assert_close(model(x), expected)
+        assert set(graphs.failed) == {'1'}, graphs.failed
+    assert torch.equal(torch.rand(3, device='cuda'), drawn[1]), 'random numbers are drawn as if nothing had been recorded'
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()

@@ -49,6 +49,19 @@ def test_tool(tmp_path, capsys):
     assert (tmp_path / 'trace_infer_1_fp32_plain.json.gz').stat().st_size > 1000
 
 
+def test_all_rows_are_timed_before_one_is_profiled(monkeypatch):
+    """A process that was profiled is slower ever after."""
+    order, times, profile = [], benchmark._times, benchmark.profile_step
+    monkeypatch.setattr(benchmark, '_times', lambda *args: order.append('times') or times(*args))
+    monkeypatch.setattr(benchmark, 'profile_step', lambda *args: order.append('profile') or profile(*args))
+    settings = dict(iterations=1, warmup=0, batches=[small.frame('lidar')], model=small.detector('lidar'))
+    rows = list(benchmark.inference({}, CPU, 2, 'fp32', **settings))
+    assert order == ['times'] * 3 + ['profile'] * 3 and all({'step_ms', 'kernels', 'did'} <= set(row) for row in rows)
+    (alone,) = benchmark.inference({}, CPU, 2, 'fp32', plain_only=True, profile=False, **settings)
+    (later,) = benchmark.inference({}, CPU, 2, 'fp32', plain_only=True, times=False, **settings)
+    assert 'kernels' not in alone and 'step_ms' not in later and set(alone) | set(later) == set(rows[0])
+
+
 def test_a_step_that_cannot_be_done_is_said_in_its_row(monkeypatch):
     def refuse(predictor, batch):
         raise FoldError('another output')

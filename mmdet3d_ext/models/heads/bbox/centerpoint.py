@@ -255,11 +255,8 @@ class CenterHead(BaseModule):
             results.append((box_class(meta)(self.bbox_coder.lower(boxes), box_dim=boxes.shape[-1]), scores, labels))
         return results
 
-    def decode_task(self, pred: Mapping[str, Tensor], task: int) -> List[Dict[str, Tensor]]:
-        """Boxes of one task before suppression (z is the regressed height); see :meth:`CenterPointBBoxCoder.decode`."""
-        return [self.bbox_coder.unpack(sample) for sample in self._task_candidates(pred)]
-
     def _task_candidates(self, pred: Mapping[str, Tensor]) -> Tensor:
+        """Boxes of one task before suppression (z is the regressed height); see :meth:`CenterPointBBoxCoder.candidates`."""
         pred = {name: value.float() for name, value in pred.items()}
         size = pred['dim'].exp() if self.norm_bbox else pred['dim']
         return self.bbox_coder.candidates(pred['heatmap'].sigmoid(), pred['rot'][:, 0:1], pred['rot'][:, 1:2], pred['height'], size,

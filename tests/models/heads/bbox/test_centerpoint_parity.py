@@ -98,7 +98,7 @@ def test_forward(golden, preds):
 
 
 def test_before_suppression(golden, head, preds):
-    found = head.decode_task(preds[1], 1)[0]
+    found = head.bbox_coder.unpack(head._task_candidates(preds[1])[0])
     golden.check('task1_pre_nms0_scores', found['scores'])
     n = len(golden['task1_pre_nms0_boxes'])
     labels = golden['task1_pre_nms0_labels'].astype(np.int64)

@@ -284,10 +284,12 @@ def test_the_shipped_stages_can_start(tmp_path):
                                                                                      ('map/divider/iou@max', 0.28)}
     shipped['run_dir'] = str(tmp_path / 'runs')
     shipped['stages'][1]['gates'][0]['metric'] = 'map/stop_lane/iou@max'
+    shipped['stages'][0]['overrides'] = {'model': {'checkpoint': ['heads.mapp']}}
     shipped['stages'][2]['overrides'] = {'bev': {'labels': {'cells': 799}}}
     (tmp_path / 'stages.yaml').write_text(yaml.safe_dump(shipped))
     done = subprocess.run([*TOOL, str(tmp_path / 'stages.yaml')], capture_output=True, text=True, timeout=90, cwd=REPO)
     assert done.returncode == 2 and "did you mean 'map/stop_line/iou@max'" in done.stderr and 'nothing was started' in done.stderr, done
+    assert "stage phase3_400: model.checkpoint: there is no part named 'heads.mapp'" in done.stderr, 'what only building it shows'
     assert not (tmp_path / 'runs').exists()
 
 

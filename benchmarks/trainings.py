@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from tqdm import tqdm
 
@@ -25,7 +25,7 @@ import _light  # noqa: E402
 _light.use_package()  # seconds less until the first training starts
 
 from mmdet3d_ext.launching.gpus import on_machine  # noqa: E402
-from mmdet3d_ext.launching.processes import RUN_VARIABLE, kill_run, of_run, send, tail, wait_until  # noqa: E402
+from mmdet3d_ext.launching.processes import RUN_VARIABLE, interruptible, kill_run, of_run, send, tail, wait_until  # noqa: E402, F401
 
 STOPPED = 75              # exit code of a trainer that was asked to stop and wrote a checkpoint
 LAST_START, GRACE = 45.0, 40.0  # seconds that a training needs at least; for its last step and checkpoint
@@ -130,16 +130,6 @@ def device_name() -> str:
     count, known = len(visible_gpus()), on_machine()
     name = known[0].name if known else torch.cuda.get_device_name(0) if count and torch.cuda.is_available() else 'CPU'
     return f'{f"{count} x " if count > 1 else ""}{name if count else "CPU"}, torch {torch.__version__}'
-
-
-@contextmanager
-def stopping() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that what it started is stopped, too."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def make_data(data: Path, options: Sequence[str], version: str, cores: int, log: Path, seconds: Optional[float] = None) -> None:

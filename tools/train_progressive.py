@@ -69,6 +69,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     elif str(REPO) not in sys.path:
         sys.path.insert(0, str(REPO))
     from mmdet3d_ext.launching import progressive, stages
+    from mmdet3d_ext.launching.processes import interruptible
     from mmdet3d_ext.launching.state import LaunchToolError
     try:
         plan = stages.read_plan(arguments.stages)
@@ -89,17 +90,17 @@ def main(argv: Optional[List[str]] = None) -> int:
         for note in progress.adopt(plan, known, arguments.again):
             print(note)
         progress.write()
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         extra = [*(['--skip-checks'] if arguments.skip_checks else []), *(['--script', arguments.script] if arguments.script else [])]
         runner = progressive.Progressive(plan, progress, [sys.executable, str(REPO / 'tools' / 'launch.py')], tuple(extra),
                                          lambda text: print(text, flush=True), arguments.poll)
-        code = runner.run()
+        with interruptible():
+            code = runner.run()
     except LaunchToolError as error:
         print(f'error: {error}', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print('stopped; the same command goes on', file=sys.stderr)
+        print('ended at once; a stage that trains goes on by itself, and the same command waits for it', file=sys.stderr)
         return 75
     print(progressive.table(progress))
     return code

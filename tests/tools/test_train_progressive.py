@@ -178,6 +178,20 @@ def test_asked_to_stop_it_writes_and_goes_on_later(bench, undisturbed):
     assert bench.run().returncode == 0 and (bench.table(), bench.history('fine')) == undisturbed
 
 
+def test_a_signal_that_comes_twice_is_one(bench, undisturbed):
+    """As ``timeout`` sends it: to the program, then to its group. The stage is stopped all the same."""
+    bench.configs['coarse']['seconds'] = 0.4
+    process = bench.begin()
+    assert wait_until((bench.folder / 'runs' / 'coarse' / 'epoch_1.pth').exists, 40)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.15)
+    process.send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 75 and 'The same command goes on' in text, text
+    assert not state.supervised(str(bench.folder / 'runs' / 'coarse'))
+    assert bench.run().returncode == 0 and (bench.table(), bench.history('fine')) == undisturbed
+
+
 def test_two_at_once(bench):
     bench.configs['coarse']['seconds'] = 0.5
     bench.begin()

@@ -219,6 +219,7 @@ class Pool:
                     time.sleep(0.2)
             finally:
                 self._stop(list(self.runs))
+                self._stop_strays(trainings)
                 for training in self._known(trainings):  # they ended just then
                     self._say(training)
                     ended(training)
@@ -337,6 +338,16 @@ class Pool:
             if run.process.returncode == 0:
                 (training.folder(self.work) / 'finished').touch()
             training.state, training.tries = 'waiting', 0
+
+    def _stop_strays(self, trainings: Sequence[Training]) -> None:
+        """Trainings whose start was interrupted before it was written down, and those that an earlier, killed call has left."""
+        tokens = [str(one.folder(self.work).resolve()) for one in trainings if one.state not in ('done', 'failed')]
+        alive = [token for token in tokens if of_run(token)]
+        for token in alive:
+            send(of_run(token), signal.SIGTERM)
+        wait_until(lambda: not any(map(of_run, alive)), max(0.0, min(self.grace, self.deadline - time.monotonic())))
+        for token in alive:
+            kill_run(token)
 
     def kill(self, runs: Mapping[Training, Run]) -> None:
         """With their workers, all at a time: a process takes seconds to leave a GPU."""

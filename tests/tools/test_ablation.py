@@ -324,6 +324,17 @@ def test_sigterm_stops_the_trainings_with_a_checkpoint(bench):
     assert not trainings.of_run(str(bench.folder / 'work' / bench.starts()[0]))
 
 
+def test_an_interrupt_right_after_a_start_leaves_no_training_behind(bench, monkeypatch):
+    (bench.folder / 'work' / 'slow').touch()
+
+    def interrupted(*_):
+        assert trainings.wait_until((bench.folder / 'work' / 'starts.txt').exists, 60)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(trainings, 'Run', interrupted)
+    assert bench('--only', 'stay400', '--seeds', '1') == benchmark.STOPPED
+    assert not trainings.of_run(str(bench.folder / 'work' / bench.starts()[0]))
+
+
 def test_epochs_that_fit(bench, capsys):
     """The pace is measured with all side by side; the number is kept with the rows, so that the next call goes on with it."""
     (bench.folder / 'work' / 'trial').mkdir()

@@ -42,7 +42,7 @@ sys.path.insert(0, str(REPO / 'benchmarks'))
 
 import trainings as side_by_side  # noqa: E402
 from ablation_page import report  # noqa: E402
-from trainings import START, STOPPED, OutOfTime, Pool, Training, tail  # noqa: E402
+from trainings import START, STOPPED, OutOfTime, Pool, Training, interruptible, tail  # noqa: E402
 
 HEAD = '--model.heads.map'
 FIELD = (0.35, 0.40, 0.45, 0.50, 0.55, 0.60, 0.65)  # mmdet3d_ext.metrics.bev_iou.THRESHOLDS, without importing it
@@ -384,7 +384,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     if not arguments.report:
         arguments.device = side_by_side.device_name()
         try:
-            with side_by_side.stopping():
+            with interruptible():  # what it started is stopped, too
                 data_seconds = time.monotonic()
                 side_by_side.make_data(Path(arguments.data), form.data, form.version, arguments.cores, Path(arguments.work) / 'data.log',
                                        None if math.isinf(deadline) else deadline - time.monotonic())

@@ -28,7 +28,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / 'benchmarks'))
 
 import trainings as side_by_side  # noqa: E402
-from trainings import STOPPED, OutOfTime, Pool, Training  # noqa: E402
+from trainings import STOPPED, OutOfTime, Pool, Training, interruptible  # noqa: E402
 
 FULL = 'configs/nuscenes/multitask'
 TINY = 'configs/synthetic/multitask_tiny.yaml'
@@ -177,7 +177,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     deadline = time.monotonic() + arguments.slice if arguments.slice else math.inf
     trainings: List[Training] = []
     frames, code = arguments.frames, 0
-    with side_by_side.stopping():
+    with interruptible():  # what it started is stopped, too
         try:
             side_by_side.make_data(arguments.data, form.data, form.version, arguments.cores, arguments.work / 'data.log',
                                    None if math.isinf(deadline) else deadline - time.monotonic())

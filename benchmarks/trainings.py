@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from tqdm import tqdm
 
@@ -25,7 +25,7 @@ import _light  # noqa: E402
 _light.use_package()  # seconds less until the first training starts
 
 from mmdet3d_ext.launching.gpus import on_machine  # noqa: E402
-from mmdet3d_ext.launching.processes import RUN_VARIABLE, kill_run, of_run, send, tail, wait_until  # noqa: E402
+from mmdet3d_ext.launching.processes import RUN_VARIABLE, interruptible, kill_run, of_run, send, tail, wait_until  # noqa: E402, F401
 
 STOPPED = 75              # exit code of a trainer that was asked to stop and wrote a checkpoint
 LAST_START, GRACE = 45.0, 40.0  # seconds that a training needs at least; for its last step and checkpoint
@@ -132,16 +132,6 @@ def device_name() -> str:
     return f'{f"{count} x " if count > 1 else ""}{name if count else "CPU"}, torch {torch.__version__}'
 
 
-@contextmanager
-def stopping() -> Iterator[None]:
-    """SIGTERM ends the block as Ctrl-C does, so that what it started is stopped, too."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def make_data(data: Path, options: Sequence[str], version: str, cores: int, log: Path, seconds: Optional[float] = None) -> None:
     """A synthetic data set with its info files, unless it is there.
 
@@ -229,6 +219,7 @@ class Pool:
                     time.sleep(0.2)
             finally:
                 self._stop(list(self.runs))
+                self._stop_strays(trainings)
                 for training in self._known(trainings):  # they ended just then
                     self._say(training)
                     ended(training)
@@ -347,6 +338,16 @@ class Pool:
             if run.process.returncode == 0:
                 (training.folder(self.work) / 'finished').touch()
             training.state, training.tries = 'waiting', 0
+
+    def _stop_strays(self, trainings: Sequence[Training]) -> None:
+        """Trainings whose start was interrupted before it was written down, and those that an earlier, killed call has left."""
+        tokens = [str(one.folder(self.work).resolve()) for one in trainings if one.state not in ('done', 'failed')]
+        alive = [token for token in tokens if of_run(token)]
+        for token in alive:
+            send(of_run(token), signal.SIGTERM)
+        wait_until(lambda: not any(map(of_run, alive)), max(0.0, min(self.grace, self.deadline - time.monotonic())))
+        for token in alive:
+            kill_run(token)
 
     def kill(self, runs: Mapping[Training, Run]) -> None:
         """With their workers, all at a time: a process takes seconds to leave a GPU."""

@@ -6,9 +6,9 @@
     python tools/train_progressive.py stages/nuscenes_multitask.yaml --status      # what ran, with which checkpoint and result
     python tools/train_progressive.py stages/nuscenes_multitask.yaml --again stage1_600
 
-All configurations are checked before the first stage starts. Each stage is a run of tools/launch.py (own supervisor, own folder
-below run_dir). Killed at any point, the same command goes on where it was; if only this command was killed, the training went on
-meanwhile. Ctrl-C stops the stage with a checkpoint. mmdet3d_ext/launching/stages.py describes the stages file.
+All configurations are checked, and their models built once, before the first stage starts. Each stage is a run of tools/launch.py (own
+supervisor, own folder below run_dir). Killed at any point, the same command goes on where it was; if only this command was killed, the
+training went on meanwhile. Ctrl-C stops the stage with a checkpoint. mmdet3d_ext/launching/stages.py describes the stages file.
 
 Exit codes: 0 all stages are done; 5 a gate was not met (the message says what to adjust); 75 stopped, the same command goes on;
 1 a stage failed; 2 something to correct; 3, 4 as tools/train.py.
@@ -46,6 +46,7 @@ def facts(stage, arguments: argparse.Namespace):
         return Facts(hashlib.sha256(Path(stage.config).read_bytes()).hexdigest())
     from mmdet3d_ext.checks import check_config, metric_names
     from mmdet3d_ext.config import ConfigError, load_config
+    from mmdet3d_ext.engine.config_check import unbuildable
     try:
         cfg = load_config(stage.config, stage.settings())
     except ConfigError as error:
@@ -56,6 +57,8 @@ def facts(stage, arguments: argparse.Namespace):
     report = check_config(cfg, stage.ranks)
     # A wrong metric is said once, by the plan's check, which also looks at the gates.
     problems = tuple(str(one) for one in report.errors if one.key != 'evaluation.save_best')
+    if not problems:
+        problems = tuple(filter(None, [unbuildable(cfg)]))
     return Facts(cfg.hash, tuple(names) if names is not None else None, bool(cfg.get('ema')), problems)
 
 
@@ -66,6 +69,7 @@ def main(argv: Optional[List[str]] = None) -> int:
     elif str(REPO) not in sys.path:
         sys.path.insert(0, str(REPO))
     from mmdet3d_ext.launching import progressive, stages
+    from mmdet3d_ext.launching.processes import interruptible
     from mmdet3d_ext.launching.state import LaunchToolError
     try:
         plan = stages.read_plan(arguments.stages)
@@ -86,17 +90,17 @@ def main(argv: Optional[List[str]] = None) -> int:
         for note in progress.adopt(plan, known, arguments.again):
             print(note)
         progress.write()
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         extra = [*(['--skip-checks'] if arguments.skip_checks else []), *(['--script', arguments.script] if arguments.script else [])]
         runner = progressive.Progressive(plan, progress, [sys.executable, str(REPO / 'tools' / 'launch.py')], tuple(extra),
                                          lambda text: print(text, flush=True), arguments.poll)
-        code = runner.run()
+        with interruptible():
+            code = runner.run()
     except LaunchToolError as error:
         print(f'error: {error}', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print('stopped; the same command goes on', file=sys.stderr)
+        print('ended at once; a stage that trains goes on by itself, and the same command waits for it', file=sys.stderr)
         return 75
     print(progressive.table(progress))
     return code

@@ -29,6 +29,25 @@ def refuse_inconsistent(cfg: Mapping[str, Any], gpus: Optional[int] = None) -> R
     return report
 
 
+def unbuildable(cfg: Mapping[str, Any]) -> Optional[str]:
+    """Why training could not make its model or precision from a configuration that the check accepts, in training's words; None if it can.
+    Takes seconds and reads no files."""
+    import torch
+
+    from ..models.builder import build_model
+    from .amp import plan_amp
+    from .building import building
+    from .run_dir import to_plain
+    settings = to_plain(cfg['model'])
+    try:
+        with building('model', cfg, settings):
+            build_model(settings, cfg.get('compat'))
+        plan_amp(cfg, torch.device('meta'))
+    except UserError as error:
+        return str(error)
+    return None
+
+
 def add_notices(report: Report, texts: Iterable[str]) -> None:
     """What the loader said about values that the reference means differently (:func:`.startup.notices`), as warnings."""
     for text in texts:

@@ -1,12 +1,15 @@
 """Finding and signalling the processes of one run, and only those."""
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import signal
 import time
 from pathlib import Path
-from typing import Callable, Iterable, List, Optional
+from typing import Any, Callable, Iterable, Iterator, List, Optional
 
+ECHO = 2.0  # seconds in which a signal is the one before it again
 RUN_VARIABLE = 'MMDET3D_EXT_RUN'  # in the environment of every process of a run; its value belongs to one start of one run
 
 
@@ -77,6 +80,27 @@ def wait_until(done: Callable[[], bool], seconds: float, interval: float = 0.1) 
             return False
         time.sleep(interval)
     return True
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Within: SIGTERM is as Ctrl-C, a KeyboardInterrupt; another one within :data:`ECHO` seconds is not. ``timeout`` signals a program and
+    then its process group, so that what the first one begins (stopping a run in order) would be broken off by the second."""
+    last = -math.inf
+
+    def interrupt(*_: Any) -> None:
+        nonlocal last
+        before, last = last, time.monotonic()
+        if last - before > ECHO:
+            raise KeyboardInterrupt
+
+    numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
+    handlers = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, handlers):
+            signal.signal(number, handler)
 
 
 def signal_name(number: int) -> str:

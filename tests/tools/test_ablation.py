@@ -318,7 +318,20 @@ def test_sigterm_stops_the_trainings_with_a_checkpoint(bench):
     asked = subprocess.Popen(script, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert trainings.wait_until(lambda: (bench.folder / 'work' / 'starts.txt').exists(), 60)
     asked.send_signal(signal.SIGTERM)
+    time.sleep(0.02)
+    asked.send_signal(signal.SIGTERM)  # timeout sends it to the program, then to its group
     assert asked.wait(30) == benchmark.STOPPED, asked.stdout.read()
+    assert not trainings.of_run(str(bench.folder / 'work' / bench.starts()[0]))
+
+
+def test_an_interrupt_right_after_a_start_leaves_no_training_behind(bench, monkeypatch):
+    (bench.folder / 'work' / 'slow').touch()
+
+    def interrupted(*_):
+        assert trainings.wait_until((bench.folder / 'work' / 'starts.txt').exists, 60)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(trainings, 'Run', interrupted)
+    assert bench('--only', 'stay400', '--seeds', '1') == benchmark.STOPPED
     assert not trainings.of_run(str(bench.folder / 'work' / bench.starts()[0]))
 
 

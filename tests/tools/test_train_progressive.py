@@ -178,6 +178,20 @@ def test_asked_to_stop_it_writes_and_goes_on_later(bench, undisturbed):
     assert bench.run().returncode == 0 and (bench.table(), bench.history('fine')) == undisturbed
 
 
+def test_a_signal_that_comes_twice_is_one(bench, undisturbed):
+    """As ``timeout`` sends it: to the program, then to its group. The stage is stopped all the same."""
+    bench.configs['coarse']['seconds'] = 0.4
+    process = bench.begin()
+    assert wait_until((bench.folder / 'runs' / 'coarse' / 'epoch_1.pth').exists, 40)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.15)
+    process.send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == 75 and 'The same command goes on' in text, text
+    assert not state.supervised(str(bench.folder / 'runs' / 'coarse'))
+    assert bench.run().returncode == 0 and (bench.table(), bench.history('fine')) == undisturbed
+
+
 def test_two_at_once(bench):
     bench.configs['coarse']['seconds'] = 0.5
     bench.begin()
@@ -284,10 +298,12 @@ def test_the_shipped_stages_can_start(tmp_path):
                                                                                      ('map/divider/iou@max', 0.28)}
     shipped['run_dir'] = str(tmp_path / 'runs')
     shipped['stages'][1]['gates'][0]['metric'] = 'map/stop_lane/iou@max'
+    shipped['stages'][0]['overrides'] = {'model': {'checkpoint': ['heads.mapp']}}
     shipped['stages'][2]['overrides'] = {'bev': {'labels': {'cells': 799}}}
     (tmp_path / 'stages.yaml').write_text(yaml.safe_dump(shipped))
     done = subprocess.run([*TOOL, str(tmp_path / 'stages.yaml')], capture_output=True, text=True, timeout=90, cwd=REPO)
     assert done.returncode == 2 and "did you mean 'map/stop_line/iou@max'" in done.stderr and 'nothing was started' in done.stderr, done
+    assert "stage phase3_400: model.checkpoint: there is no part named 'heads.mapp'" in done.stderr, 'what only building it shows'
     assert not (tmp_path / 'runs').exists()
 
 

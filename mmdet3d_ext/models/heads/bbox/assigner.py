@@ -2,8 +2,9 @@
 CPU."""
 from __future__ import annotations
 
+import functools
 import logging
-from typing import Any, Mapping, Optional, Sequence, Tuple
+from typing import Any, Callable, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -28,10 +29,10 @@ class BBoxBEVL1Cost:
         self.weight = weight
 
     def __call__(self, bboxes: Tensor, gt_bboxes: Tensor, train_cfg: Mapping[str, Any]) -> Tensor:
-        """``bboxes`` (P, 2+), ``gt_bboxes`` (G, 2+) in metres -> (P, G)."""
+        """``bboxes`` (..., P, 2+), ``gt_bboxes`` (..., G, 2+) in metres -> (..., P, G)."""
         lo = constant(train_cfg['point_cloud_range'][0:2], bboxes)
         extent = constant(train_cfg['point_cloud_range'][3:5], bboxes) - lo
-        return torch.cdist((bboxes[:, :2] - lo) / extent, (gt_bboxes[:, :2] - lo) / extent, p=1) * self.weight
+        return torch.cdist((bboxes[..., :2] - lo) / extent, (gt_bboxes[..., :2] - lo) / extent, p=1) * self.weight
 
 
 @MATCH_COSTS.register_module()
@@ -46,22 +47,30 @@ class IoU3DCost:
 
 
 def lidar_overlaps(boxes: Tensor, others: Tensor) -> Tensor:
-    """Volume overlap (intersection over union) of boxes (P, 7) and (G, 7) with bottom z -> (P, G).
+    """Volume overlap (intersection over union) of boxes (..., P, 7) and (..., G, 7) with bottom z -> (..., P, G).
 
-    The numbers of mmdet3d's ``BboxOverlaps3D`` with ``coordinate='lidar'``, whose box classes pick columns by lists: a wait for
-    the device each time, two dozen in a step.
+    The numbers of mmdet3d's ``BboxOverlaps3D`` with ``coordinate='lidar'``, whose box classes take one sample and pick columns by
+    lists: a wait for the device each time, two dozen in a step.
     """
-    if len(boxes) * len(others) == 0:
-        return boxes.new_zeros(len(boxes), len(others))
-    flat, other_flat = (torch.cat([b[:, 0:2], b[:, 3:5], b[:, 6:7]], 1) for b in (boxes, others))
-    iou = box_iou_rotated(flat, other_flat)
-    areas = (boxes[:, 3] * boxes[:, 4])[:, None] + (others[:, 3] * others[:, 4])[None]
+    boxes, others = boxes[..., :, None, :], others[..., None, :, :]
+    # The overlap's operator knows no batch; it gets a row for each pair, of all samples.
+    flat = torch.broadcast_tensors(*(torch.cat([b[..., 0:2], b[..., 3:5], b[..., 6:7]], -1) for b in (boxes, others)))
+    shape = flat[0].shape[:-1]
+    if shape.numel() == 0:
+        return boxes.new_zeros(shape)
+    iou = box_iou_rotated(*(f.reshape(-1, 5) for f in flat), aligned=True).view(shape)
+    areas = boxes[..., 3] * boxes[..., 4] + others[..., 3] * others[..., 4]
     shared = iou * areas / (1 + iou)
-    top = torch.minimum((boxes[:, 2] + boxes[:, 5])[:, None], (others[:, 2] + others[:, 5])[None])
-    bottom = torch.maximum(boxes[:, 2][:, None], others[:, 2][None])
+    top = torch.minimum(boxes[..., 2] + boxes[..., 5], others[..., 2] + others[..., 5])
+    bottom = torch.maximum(boxes[..., 2], others[..., 2])
     shared = shared * (top - bottom).clamp(min=0)
-    volumes = boxes[:, 3:6].prod(1)[:, None] + others[:, 3:6].prod(1)[None]
+    volumes = boxes[..., 3:6].prod(-1) + others[..., 3:6].prod(-1)
     return shared / (volumes - shared).clamp(min=1e-8)
+
+
+def _sample_by_sample(calculator: Callable, boxes: Tensor, others: Tensor) -> Tensor:
+    """(B, P, 7), (B, G, 7) -> (B, P, G) by a calculator that takes the boxes of one sample."""
+    return torch.stack([calculator(*pair) for pair in zip(boxes, others, strict=True)])
 
 
 @BBOX_ASSIGNERS.register_module()
@@ -69,11 +78,12 @@ class HungarianAssigner3D:
     """Optimal one-to-one assignment on the sum of a class, a position and an overlap cost.
 
     Args:
-        cls_cost: called with logits (P, C) and labels (G,), e.g. mmdet's ``FocalLossCost``.
-        reg_cost: called with boxes, ground truth and ``train_cfg`` (:class:`BBoxBEVL1Cost`).
-        iou_cost: called with overlaps (:class:`IoU3DCost`).
-        iou_calculator: called with boxes (P, 7) and (G, 7), bottom z. For mmdet3d's ``BboxOverlaps3D`` in the lidar frame,
-            the default, :func:`lidar_overlaps` is used.
+        cls_cost: called once a batch with the logits (B*P, C) of all queries and the labels 0..C-1, e.g. mmdet's
+            ``FocalLossCost``: what a pair costs may depend on its query and the box's class only.
+        reg_cost: called with boxes (B, P, 7+), ground truth (B, G, 7+) and ``train_cfg`` (:class:`BBoxBEVL1Cost`).
+        iou_cost: called with overlaps (B, P, G) (:class:`IoU3DCost`).
+        iou_calculator: called with boxes (P, 7) and (G, 7) of each sample, bottom z. For mmdet3d's ``BboxOverlaps3D`` in the
+            lidar frame, the default, :func:`lidar_overlaps` is used, for all samples at once.
     """
 
     def __init__(self, cls_cost: Optional[dict] = None, reg_cost: Optional[dict] = None, iou_cost: Optional[dict] = None,
@@ -83,27 +93,29 @@ class HungarianAssigner3D:
         self.iou_cost = MATCH_COSTS.build(iou_cost or dict(type='IoU3DCost', weight=0.25))
         kind = dict(iou_calculator or dict(type='BboxOverlaps3D', coordinate='lidar'))
         ours = kind == dict(type='BboxOverlaps3D', coordinate='lidar')
-        self.iou_calculator = lidar_overlaps if ours else build_iou_calculator(kind)
+        self.iou_calculator = lidar_overlaps if ours else functools.partial(_sample_by_sample, build_iou_calculator(kind))
         self._reports = 0
 
     def costs(self, bboxes: Tensor, gt_bboxes: Tensor, gt_labels: Tensor, cls_pred: Tensor,
               train_cfg: Mapping[str, Any]) -> Tuple[Tensor, Tensor]:
-        """Cost and overlap of each pair.
+        """Cost and overlap of each pair of a sample's predictions and true boxes.
 
         Args:
-            bboxes: (P, 7+) predictions, metres, bottom z; may hold NaN or infinity.
-            gt_bboxes: (G, 7+). gt_labels: (G,). cls_pred: (P, C) logits.
+            bboxes: (B, P, 7+) predictions, metres, bottom z; may hold NaN or infinity.
+            gt_bboxes: (B, G, 7+), finite but for velocities. gt_labels: (B, G) in [0, C). cls_pred: (B, P, C) logits.
 
         Returns:
-            tuple[Tensor, Tensor]: (P, G) cost, not finite where the prediction is not; (P, G) overlap in [0, 1],
+            tuple[Tensor, Tensor]: (B, P, G) cost, not finite where the prediction is not; (B, P, G) overlap in [0, 1],
             finite.
         """
         # The overlap kernel sorts corner points; NaN among them is undefined behaviour, so it sees a finite stand-in.
-        safe = bboxes[:, :7].nan_to_num(0.0, _FAR, -_FAR).clamp(-_FAR, _FAR)
-        iou = self.iou_calculator(safe, gt_bboxes[:, :7]).nan_to_num(0.0).clamp(0.0, 1.0)
-        poison = torch.where(bboxes[:, :7].isfinite().all(-1), 0.0, float('nan'))[:, None]
-        cost = self.cls_cost(cls_pred, gt_labels) + self.reg_cost(bboxes, gt_bboxes, train_cfg) + self.iou_cost(iou)
-        return cost + poison, iou
+        safe = bboxes[..., :7].nan_to_num(0.0, _FAR, -_FAR).clamp(-_FAR, _FAR)
+        iou = self.iou_calculator(safe, gt_bboxes[..., :7]).nan_to_num(0.0).clamp(0.0, 1.0)
+        poison = torch.where(bboxes[..., :7].isfinite().all(-1, keepdim=True), 0.0, float('nan'))
+        batch, queries, classes = cls_pred.shape
+        of_class = self.cls_cost(cls_pred.flatten(0, 1), torch.arange(classes, device=cls_pred.device))
+        cls_cost = of_class.view(batch, queries, classes).gather(2, gt_labels[:, None].expand(-1, queries, -1))
+        return cls_cost + self.reg_cost(bboxes, gt_bboxes, train_cfg) + self.iou_cost(iou) + poison, iou
 
     def match(self, cost: Tensor, valid: Tensor) -> Tensor:
         """Assign every sample and decoder layer; one transfer to the CPU and one back for the whole batch.

@@ -4,7 +4,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_CHUNK = 64  # objects drawn at once; bounds the memory of the (objects, X, Y) intermediate
+_AT_ONCE = 2 ** 23  # most numbers in the (objects, X, Y) intermediate, 32 MiB; further objects are drawn after those
 
 
 def gaussian_radius(length: Tensor, width: Tensor, min_overlap: float) -> Tensor:
@@ -25,34 +25,37 @@ def gaussian_radius(length: Tensor, width: Tensor, min_overlap: float) -> Tensor
 
 
 def draw_gaussians(heatmap: Tensor, cells: Tensor, radii: Tensor, labels: Tensor, valid: Tensor) -> Tensor:
-    """Draw one Gaussian per object into ``heatmap`` in place, keeping the larger value where they meet.
+    """Draw one Gaussian per object of each sample into ``heatmap`` in place, keeping the larger value where they meet.
 
     No value is read on the host, so nothing waits for the device.
 
     Args:
-        heatmap: (C, X, Y) float.
-        cells: (G, 2) whole cell (x, y) of each centre; the value there becomes exactly 1.
-        radii: (G,) whole radius in cells; sigma is (2 radius + 1) / 6 and nothing is drawn beyond the radius (a
+        heatmap: (B, C, X, Y) float.
+        cells: (B, G, 2) whole cell (x, y) of each centre; the value there becomes exactly 1.
+        radii: (B, G) whole radius in cells; sigma is (2 radius + 1) / 6 and nothing is drawn beyond the radius (a
             square).
-        labels: (G,) class of each object; read only where ``valid``.
-        valid: (G,) bool.
+        labels: (B, G) class of each object; read only where ``valid``.
+        valid: (B, G) bool.
 
     Returns:
         Tensor: ``heatmap``.
     """
-    num_classes, x_cells, y_cells = heatmap.shape
-    flat = heatmap.view(num_classes, -1)
+    batch, num_classes, x_cells, y_cells = heatmap.shape
+    planes = heatmap.view(batch * num_classes, -1)
     xs = torch.arange(x_cells, device=heatmap.device)
     ys = torch.arange(y_cells, device=heatmap.device)
-    for start in range(0, len(cells), _CHUNK):
-        part = slice(start, start + _CHUNK)
+    samples = torch.arange(batch, device=heatmap.device)[:, None]
+    plane = (samples * num_classes + labels.clamp(0, num_classes - 1)).flatten()
+    cells, radii, valid = (values.flatten(0, 1) for values in (cells, radii, valid))
+    step = max(1, _AT_ONCE // (x_cells * y_cells))
+    for start in range(0, len(cells), step):
+        part = slice(start, start + step)
         radius = radii[part, None]
         sigma = (2 * radius + 1).float() / 6
         along_x = _bump(xs[None] - cells[part, 0:1], radius, sigma) * valid[part, None]
         along_y = _bump(ys[None] - cells[part, 1:2], radius, sigma)
         drawn = (along_x[:, :, None] * along_y[:, None, :]).flatten(1)
-        index = labels[part].clamp(0, num_classes - 1)[:, None].expand_as(drawn)
-        flat.scatter_reduce_(0, index, drawn.to(heatmap.dtype), 'amax', include_self=True)
+        planes.scatter_reduce_(0, plane[part, None].expand_as(drawn), drawn.to(heatmap.dtype), 'amax', include_self=True)
     return heatmap
 
 

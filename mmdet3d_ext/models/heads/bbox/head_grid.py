@@ -169,8 +169,7 @@ def _pad_boxes(boxes: Tensor, rows: int) -> Tensor:
 def target_heatmap(truth: GroundTruth, frame: CellFrame, shape: Tuple[int, int], num_classes: int, gaussian_overlap: float,
                    min_radius: int) -> Tensor:
     """(B, C, X, Y) heatmap: 1 at each object's cell, a Gaussian around it (see :mod:`.gaussian`)."""
-    batch = truth.boxes.shape[0]
-    heatmap = truth.boxes.new_zeros((batch, num_classes, *shape))
+    heatmap = truth.boxes.new_zeros((len(truth.boxes), num_classes, *shape))
     if truth.boxes.shape[1] == 0:
         return heatmap
     # Order of the two divisions as in `to_cells`: a radius is cut to a whole number, so rounding must not differ
@@ -178,9 +177,7 @@ def target_heatmap(truth: GroundTruth, frame: CellFrame, shape: Tuple[int, int],
     length = truth.boxes[..., 3] / frame.voxel[0] / frame.factor
     width = truth.boxes[..., 4] / frame.voxel[1] / frame.factor
     radii = gaussian_radius(length, width, gaussian_overlap).long().clamp(min=int(min_radius))
-    for i in range(batch):
-        draw_gaussians(heatmap[i], truth.cells[i], radii[i], truth.labels[i], truth.valid[i])
-    return heatmap
+    return draw_gaussians(heatmap, truth.cells, radii, truth.labels, truth.valid)
 
 
 def clipped_sigmoid(logits: Tensor, eps: float = 1e-4) -> Tensor:

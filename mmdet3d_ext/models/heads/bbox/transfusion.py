@@ -346,9 +346,7 @@ class TransFusionHead(BaseModule):
         matched = torch.zeros_like(labels, dtype=torch.bool)
         if truth.boxes.shape[1] > 0:
             known_labels = truth.labels.clamp(0, self.num_classes - 1)
-            pairs = [self.bbox_assigner.costs(boxes[i], truth.boxes[i], known_labels[i], preds['heatmap'][i].T, cfg)
-                     for i in range(batch)]
-            cost = torch.stack([pair[0] for pair in pairs])                                  # (B, L*P, G)
+            cost, overlap = self.bbox_assigner.costs(boxes, truth.boxes, known_labels, preds['heatmap'].transpose(1, 2), cfg)
             picked = self.bbox_assigner.match(cost.unflatten(1, (layers, -1)), truth.valid).flatten(1)
             matched, picked = picked >= 0, picked.clamp(min=0)
             labels = torch.where(matched, truth.labels.gather(1, picked), labels)
@@ -356,8 +354,7 @@ class TransFusionHead(BaseModule):
             encoded = encoded.gather(1, picked[..., None].expand(-1, -1, size))
             known = matched[..., None] & encoded.isfinite()
             targets, weights = torch.where(known, encoded, targets), known.to(targets.dtype)
-            overlap = torch.stack([pair[1] for pair in pairs]).gather(2, picked[..., None]).squeeze(-1)
-            ious = torch.where(matched, overlap, ious)
+            ious = torch.where(matched, overlap.gather(2, picked[..., None]).squeeze(-1), ious)
 
         pos_weight = float(cfg.get('pos_weight', -1))
         label_weights = torch.where(matched, pos_weight if pos_weight > 0 else 1.0, 1.0).to(targets.dtype)

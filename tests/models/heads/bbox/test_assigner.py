@@ -44,11 +44,16 @@ def test_match_is_optimal_and_one_to_one(assigner, queries, boxes):
             assert total == pytest.approx(best_total(table), abs=1e-5)
 
 
+def costs_of_one(assigner, *sample):
+    """(P, G) costs and overlaps of a batch of one sample."""
+    return [found[0] for found in assigner.costs(*[part[None] for part in sample], CFG)]
+
+
 def test_costs_by_hand(assigner):
     box = torch.tensor([[0.0, 0.0, 0.0, 4.0, 2.0, 2.0, 0.3]])
     moved = box + torch.tensor([1.92, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     logits = torch.tensor([[0.0, 2.0]])
-    cost, iou = assigner.costs(torch.cat([box, moved]), box, torch.tensor([1]), logits.expand(2, -1), CFG)
+    cost, iou = costs_of_one(assigner, torch.cat([box, moved]), box, torch.tensor([1]), logits.expand(2, -1))
     p = 1 / (1 + np.exp(-2.0))
     focal = 0.15 * (-0.25 * (1 - p) ** 2 * np.log(p) + 0.75 * p ** 2 * np.log(1 - p))
     assert iou[0, 0] == pytest.approx(1.0, abs=1e-5)
@@ -62,7 +67,7 @@ def test_broken_predictions_do_not_crash_and_are_matched_last(assigner, caplog, 
     truth = torch.tensor([[0.0, 0.0, 0.0, 4.0, 2.0, 2.0, 0.3], [5.0, 5.0, 0.0, 4.0, 2.0, 2.0, 1.0]])
     boxes = truth[[0, 1, 0, 1]].clone()
     boxes[0, column] = value
-    cost, iou = assigner.costs(boxes, truth, torch.tensor([0, 1]), torch.zeros(4, 2), CFG)
+    cost, iou = costs_of_one(assigner, boxes, truth, torch.tensor([0, 1]), torch.zeros(4, 2))
     assert iou.isfinite().all() and (iou >= 0).all() and (iou <= 1).all()
     assert not cost[0].isfinite().any() and cost[1:].isfinite().all()
     with caplog.at_level(logging.WARNING):
@@ -86,15 +91,15 @@ def test_warnings_do_not_flood(assigner, caplog):
 
 @pytest.mark.gpu
 def test_gpu_equals_cpu(assigner):
-    truth = torch.rand(6, 7) + 0.5
-    boxes = truth[torch.randint(0, 6, (40,))] + torch.randn(40, 7) * 0.1
-    boxes[3, 2] = float('nan')
-    args = (boxes, truth, torch.randint(0, 4, (6,)), torch.randn(40, 4))
+    truth = torch.rand(3, 6, 7) + 0.5
+    boxes = truth.repeat(1, 7, 1) + torch.randn(3, 42, 7) * 0.1
+    boxes[1, 3, 2] = float('nan')
+    args = (boxes, truth, torch.randint(0, 4, (3, 6)), torch.randn(3, 42, 4))
     cpu, gpu = assigner.costs(*args, CFG), assigner.costs(*[a.cuda() for a in args], CFG)
     assert torch.allclose(cpu[1], gpu[1].cpu(), atol=1e-5)
     assert torch.allclose(cpu[0], gpu[0].cpu(), atol=1e-5, equal_nan=True)
-    valid = torch.ones(1, 6, dtype=torch.bool)
-    assert torch.equal(assigner.match(cpu[0][None, None], valid), assigner.match(gpu[0][None, None], valid.cuda()).cpu())
+    valid = torch.ones(3, 6, dtype=torch.bool)
+    assert torch.equal(assigner.match(cpu[0][:, None], valid), assigner.match(gpu[0][:, None], valid.cuda()).cpu())
 
 
 def test_lidar_overlaps_are_mmdet3ds():

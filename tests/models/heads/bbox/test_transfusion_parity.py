@@ -169,10 +169,10 @@ def test_costs(golden, run):
     assigner, logits = head.bbox_assigner, last['heatmap'][0].T
     golden.check(f'{name}_cost0_cls', assigner.cls_cost(logits, labels[0]))
     golden.check(f'{name}_cost0_reg', assigner.reg_cost(predicted, boxes[0].tensor, head.train_cfg))
-    cost, iou = assigner.costs(predicted, boxes[0].tensor, labels[0], logits, head.train_cfg)
-    golden.check(f'{name}_cost0_iou3d', iou)
+    cost, iou = assigner.costs(predicted[None], boxes[0].tensor[None], labels[0][None], logits[None], head.train_cfg)
+    golden.check(f'{name}_cost0_iou3d', iou[0])
     parts = golden[f'{name}_cost0_cls'] + golden[f'{name}_cost0_reg'] - 0.25 * golden[f'{name}_cost0_iou3d']
-    assert np.abs(cost.numpy() - parts).max() < 2e-6
+    assert np.abs(cost[0].numpy() - parts).max() < 2e-6
 
 
 def test_losses(golden, run):

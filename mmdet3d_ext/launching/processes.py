@@ -85,7 +85,8 @@ def wait_until(done: Callable[[], bool], seconds: float, interval: float = 0.1) 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Within: SIGTERM is as Ctrl-C, a KeyboardInterrupt; another one within :data:`ECHO` seconds is not. ``timeout`` signals a program and
-    then its process group, so that what the first one begins (stopping a run in order) would be broken off by the second."""
+    then its process group, so that what the first one begins (stopping a run in order, telling of it) would be broken off by the second.
+    """
     last = -math.inf
 
     def interrupt(*_: Any) -> None:
@@ -94,13 +95,18 @@ def interruptible() -> Iterator[None]:
         if last - before > ECHO:
             raise KeyboardInterrupt
 
-    numbers = [number for number in (signal.SIGTERM, signal.SIGINT) if signal.getsignal(number) != signal.SIG_IGN]
-    handlers = [signal.signal(number, interrupt) for number in numbers]
+    def afterwards(number: int, _: Any) -> None:
+        if time.monotonic() - last > ECHO:
+            signal.signal(number, handlers[number])
+            signal.raise_signal(number)
+
+    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)
+                if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield
     finally:
-        for number, handler in zip(numbers, handlers):
-            signal.signal(number, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler if time.monotonic() - last > ECHO else afterwards)
 
 
 def signal_name(number: int) -> str:

@@ -351,3 +351,25 @@ def test_a_short_soak_of_the_real_trainer(tmp_path, fault_record):
     assert report['bitwise equal'] and sum(report['strikes'].values()) >= 1
     fault_record(f'soak of the real trainer: {", ".join(report["strikes"])}', 'restarted each time; at the end weights, averages and '
                  'optimizer are bitwise those of a run left alone')
+
+
+def test_a_doubled_signal_is_one_also_after_what_it_broke_off(monkeypatch):
+    """The second one of ``timeout`` may come when everything has been stopped already."""
+    monkeypatch.setattr(processes, 'ECHO', 0.5)
+    kept = []
+    before = signal.signal(signal.SIGTERM, lambda *_: kept.append('the program\'s own'))
+    try:
+        with pytest.raises(KeyboardInterrupt), processes.interruptible():
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        assert not kept
+        time.sleep(0.6)
+        signal.raise_signal(signal.SIGTERM)
+        assert kept == ['the program\'s own']
+        with processes.interruptible():
+            pass
+        signal.raise_signal(signal.SIGTERM)
+        assert len(kept) == 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler)

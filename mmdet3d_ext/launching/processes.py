@@ -1,6 +1,7 @@
 """Finding and signalling the processes of one run, and only those."""
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import os
@@ -100,6 +101,10 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handlers[number])
             signal.raise_signal(number)
 
+    def at_the_end() -> None:  # the interpreter takes its handlers away before it ends, and the default one would tell of a kill
+        for number in handlers if time.monotonic() - last <= ECHO else ():
+            signal.signal(number, signal.SIG_IGN)
+
     handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)
                 if signal.getsignal(number) != signal.SIG_IGN}
     try:
@@ -107,6 +112,7 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler if time.monotonic() - last > ECHO else afterwards)
+        atexit.register(at_the_end)
 
 
 def signal_name(number: int) -> str:

@@ -373,3 +373,25 @@ def test_a_doubled_signal_is_one_also_after_what_it_broke_off(monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_a_doubled_signal_does_not_change_how_a_program_ends():
+    """Its exit code is what a caller goes by; the interpreter has taken its handlers away when the second signal comes."""
+    program = """if True:
+        import os, signal, sys
+        sys.path.insert(0, 'tools')
+        import _light
+        _light.use_package()
+        from mmdet3d_ext.launching.processes import interruptible
+        class Late:
+            def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGTERM):  # within the interpreter's end
+                kill(pid, number)
+        sys.late = Late()
+        try:
+            with interruptible():
+                signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            sys.exit(75)
+        """
+    done = subprocess.run([sys.executable, '-c', program], cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75, (done.returncode, done.stderr)

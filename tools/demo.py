@@ -36,6 +36,8 @@ class Demo:
         if arguments.max_epochs is not None:
             self.overrides += ['--max_epochs', str(arguments.max_epochs)]
         self.start = time.monotonic()
+        # The environment's own mpirun, torchpack and torchrun, also where it is not activated.
+        os.environ['PATH'] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get('PATH', os.defpath)])
         self.env = dict(os.environ, OMP_NUM_THREADS=str(max(1, (os.cpu_count() or 1) // self.processes)))
 
     def step(self, title: str, done: bool, *command: str) -> None:

@@ -18,3 +18,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if 'gpu' in item.keywords:
             item.add_marker(pytest.mark.skip(reason='needs a CUDA device'))
+
+
+@pytest.fixture
+def one_thread():
+    """Torch on one thread: as in the ranks, where sums are made in that order, and cheaper than several on little data."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

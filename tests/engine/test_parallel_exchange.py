@@ -24,6 +24,7 @@ from mmdet3d_ext.engine.train import make_model  # noqa: E402
 from mmdet3d_ext.over_ranks import alone, count_over_ranks  # noqa: E402
 
 CPU = torch.device('cpu')
+pytestmark = pytest.mark.usefixtures('one_thread')
 TINY = str(REPO / 'configs' / 'synthetic' / 'multitask_tiny.yaml')
 
 
@@ -51,15 +52,6 @@ def centerpoint(head='centerpoint', objects=2):
     for key in ('gt_bboxes_3d', 'gt_labels_3d'):
         whole[key] = [value[:objects] for value in whole[key]]
     return model, [{key: value[rank:rank + 1] for key, value in whole.items()} for rank in range(2)]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As in the ranks: with another number of threads sums are made in another order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def small_transfusion():

@@ -20,6 +20,7 @@ from mmdet3d_ext.datasets import restricted_pickle  # noqa: E402
 
 CONFIG = str(REPO / 'configs' / 'synthetic' / 'multitask_tiny.yaml')
 SHORT = ('--max_epochs', '1', '--no-validate')
+pytestmark = pytest.mark.usefixtures('one_thread')
 LIDAR, IMAGES = 'samples/LIDAR_TOP', 'samples/CAM_BACK'
 
 
@@ -31,15 +32,6 @@ def load(name):
 
 
 TOOLS = {name: load(name) for name in ('train', 'test', 'visualize', 'create_data')}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads cost more than they give on so little data."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope='module')

@@ -1,8 +1,8 @@
 """Where the host would wait if the tensors of a piece of work lay on a GPU, seen on the CPU.
 
-What it knows: values that Python asks for (``item``, ``bool``, ``tolist``, ``cpu``), operators whose result's size or error depends on
-values, indices that are masks or Python lists, constants that are made from Python numbers, and our own operators that count. What it
-cannot see: blocking copies between devices, and what libraries do in CUDA code of their own.
+What it knows: values that Python asks for (``item``, ``bool``, ``tolist``, ``cpu``), tensors on their way that are waited for, operators
+whose result's size or error depends on values, indices that are masks or Python lists, constants that are made from Python numbers, and
+our own operators that count. What it cannot see: blocking copies between devices, and what libraries do in CUDA code of their own.
 """
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import collections
 import contextlib
 import sys
 from typing import Any, Counter, Iterator
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmdet3d_ext.engine.timing import _short
+from mmdet3d_ext.geometry.on_device import Arriving
 
 ASKED = ('tolist', 'cpu', 'new_tensor')  # functions that call no operator on the CPU; ``item`` and ``bool`` do
 # Operators after which the host knows something of the values: their result's size, or an error.
@@ -83,7 +85,13 @@ def host_waits() -> Iterator[Counter]:
     """Within: (``file: function``, what) -> how often. Do the work once before: what is made once and kept does not count."""
     found: Counter = collections.Counter()
     read = _Read(found)
-    with _Asked(found, read), read:
+    wait = Arriving.wait
+
+    def counted(arriving: Arriving) -> torch.Tensor:
+        found[_site(), 'wait'] += 1
+        return wait(arriving)
+
+    with mock.patch.object(Arriving, 'wait', counted), _Asked(found, read), read:
         yield found
     for key in [key for key, count in found.items() if not count]:
         del found[key]

@@ -4,7 +4,7 @@
     python tools/benchmark.py configs/nuscenes/multitask/phase3_400.yaml --batch 2 4 --precision fp32 fp16
     python tools/benchmark.py CONFIG --mode infer --batch 1 --precision fp16 fp32     # latency, with and without what predictions can skip
     python tools/benchmark.py CONFIG --inputs data                 # with the configured data set and its loader
-    python tools/benchmark.py CONFIG --out out/before              # writes benchmark.json, benchmark.md and a trace per run
+    python tools/benchmark.py CONFIG --out out/before              # writes benchmark.json, benchmark.md, row by row, and a trace per run
     python tools/benchmark.py CONFIG --baseline out/before/benchmark.json
     torchrun --nproc_per_node 2 tools/benchmark.py CONFIG          # each rank's samples/s; gradients are exchanged
     python tools/benchmark.py configs/synthetic/multitask_tiny.yaml --batch 1 --iterations 2 --warmup 1 --points 5000
@@ -20,7 +20,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
 REPO = Path(__file__).resolve().parents[1]
 if str(REPO) not in sys.path:
@@ -75,8 +75,7 @@ def main(argv: Optional[List[str]] = None) -> int:
             out.mkdir(parents=True, exist_ok=True)
         jobs = [(samples, name) for samples in batches for name in arguments.precision]
 
-        def measured(times: bool, profile: bool) -> List[Dict[str, Any]]:
-            found: List[Dict[str, Any]] = []
+        def measured(times: bool, profile: bool) -> Iterator[Dict[str, Any]]:
             for samples, name in jobs:
                 if launch.current().is_master:
                     what = f'{arguments.warmup} + {arguments.iterations} steps' if times else 'a step under the profiler'
@@ -89,21 +88,17 @@ def main(argv: Optional[List[str]] = None) -> int:
                 if arguments.mode == 'infer':
                     for row in inference.inference(cfg, device, samples, name, plain_only=arguments.plain,
                                                    graphs=arguments.graphs, **settings):
-                        if times:
+                        if times and launch.current().is_master:
                             print(f'    {row["variant"]}: {row["step_ms"]:.1f} ms', file=sys.stderr, flush=True)
-                        found.append(row)
+                        yield row
                 else:
-                    found.append(benchmark.training(cfg, device, samples, name, **settings))
+                    yield benchmark.training(cfg, device, samples, name, **settings)
                 if device.type == 'cuda':
                     torch.cuda.empty_cache()
-            return found
 
-        rows = measured(times=True, profile=len(jobs) == 1)
-        if len(jobs) > 1:  # a process that was profiled is slower ever after
-            rows = [dict(timed, **profiled) for timed, profiled in zip(rows, measured(times=False, profile=True))]
-        if launch.current().is_master:
+        def write(rows: List[Dict[str, Any]]) -> str:
+            """The table; where there is a folder, its files, too."""
             text = (inference if arguments.mode == 'infer' else benchmark).table(rows, baseline)
-            print(text)
             if out:
                 about = dict(command=shlex.join(['python', 'tools/benchmark.py', *words]), date=str(datetime.date.today()),
                              device=torch.cuda.get_device_name(device) if device.type == 'cuda' else f'CPU, {torch.get_num_threads()} threads',
@@ -111,6 +106,18 @@ def main(argv: Optional[List[str]] = None) -> int:
                 (out / 'benchmark.json').write_text(json.dumps(dict(about, runs=rows), indent=1) + '\n')
                 head = '\n'.join(f'- {key}: {value}' for key, value in about.items())
                 (out / 'benchmark.md').write_text(f'# Step times\n\nWritten by `tools/benchmark.py`.\n\n{head}\n\n{text}\n')
+            return text
+
+        rows: List[Dict[str, Any]] = []
+        for row in measured(times=True, profile=len(jobs) == 1):
+            rows.append(row)
+            write(rows)  # what was measured stays if the rest takes too long
+        if len(jobs) > 1:  # a process that was profiled is slower ever after
+            for number, profiled in enumerate(measured(times=False, profile=True)):
+                rows[number] = dict(rows[number], **profiled)
+                write(rows)
+        if launch.current().is_master:
+            print(write(rows))
         return 0
 
     return launch.run(program)

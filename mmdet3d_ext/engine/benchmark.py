@@ -286,7 +286,7 @@ def table(rows: Sequence[Mapping[str, Any]], baseline: Optional[Mapping[str, Any
         lines.append(f'| {name} | ' + ' | '.join(cells) + ' |')
     sites = collections.Counter()
     for row in rows:
-        for site, count in row['wait_sites'].items():
+        for site, count in row.get('wait_sites', {}).items():
             sites[site] = max(sites[site], count)
     if sites:
         lines += ['', 'The host waits at (calls a step, at most): ' + ', '.join(f'{s} ({n})' for s, n in sites.most_common()) + '.']

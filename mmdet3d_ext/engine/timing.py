@@ -80,13 +80,13 @@ def parts_of(model: nn.Module) -> Dict[str, nn.Module]:
 
 @contextlib.contextmanager
 def timed_parts(model: nn.Module, clock: Clock) -> Iterator[None]:
-    """Within: every call of a part is a span of ``clock`` (and ``heads.<task>.loss`` of a head's ``loss``, ``.candidates`` and
-    ``.detections`` of its decoding)."""
+    """Within: every call of a part is a span of ``clock`` (and ``heads.<task>.start_matching`` and ``.loss`` of a head's losses,
+    ``.candidates`` and ``.detections`` of its decoding)."""
     handles, wrapped = [], []
     for name, part in parts_of(model).items():
         handles.append(part.register_forward_pre_hook(lambda *_, name=name: clock.start(name)))
         handles.append(part.register_forward_hook(lambda *_, name=name: clock.stop(name)))
-        for method in ('loss', 'get_bboxes', 'candidates', 'detections') if name.startswith('heads.') else ():
+        for method in ('start_matching', 'loss', 'get_bboxes', 'candidates', 'detections') if name.startswith('heads.') else ():
             if callable(getattr(part, method, None)):
                 wrapped.append((part, method))
                 setattr(part, method, _timed(getattr(part, method), f'{name}.{method}', clock))

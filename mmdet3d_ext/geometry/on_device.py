@@ -45,3 +45,22 @@ def download(tensors: Sequence[torch.Tensor]) -> List[torch.Tensor]:
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return found
+
+
+class Arriving:
+    """A tensor on its way to the CPU. The host waits in :meth:`wait` only, and for this tensor only: what is queued on the device
+    after the construction goes on meanwhile."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self._copy = tensor.detach().to('cpu', non_blocking=True)
+        self._there = None
+        if tensor.is_cuda:
+            with torch.cuda.device(tensor.device):
+                self._there = torch.cuda.Event()
+                self._there.record()
+
+    def wait(self) -> torch.Tensor:
+        """The tensor on the CPU."""
+        if self._there is not None:
+            self._there.synchronize()
+        return self._copy

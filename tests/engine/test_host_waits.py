@@ -13,6 +13,7 @@ from mmdet3d_ext.engine import benchmark  # noqa: E402
 from mmdet3d_ext.engine.parallel import StepModel  # noqa: E402
 from mmdet3d_ext.engine.timing import profile_step  # noqa: E402
 from mmdet3d_ext.engine.train import make_model  # noqa: E402
+from mmdet3d_ext.geometry.on_device import Arriving  # noqa: E402
 
 TINY = str(REPO / 'configs' / 'synthetic' / 'multitask_tiny.yaml')
 CPU = torch.device('cpu')
@@ -40,6 +41,7 @@ KINDS = {
     'float': lambda x: float(x[0, 0]),
     'tolist': lambda x: x.tolist(),
     'cpu': lambda x: x.cpu(),
+    'on its way': lambda x: Arriving(x).wait(),
     'nonzero': lambda x: x.nonzero(),
     'where': lambda x: torch.where(x > 0),
     'mask': lambda x: x[x > 0],
@@ -62,6 +64,7 @@ NO_WAIT = {
     'inverse': lambda x: torch.linalg.inv_ex(x).inverse,
     'sized': lambda x: x.repeat_interleave(2, 0),
     'one-hot': lambda x: torch.nn.functional.one_hot(x.long(), 4),
+    'sent off': lambda x: Arriving(x),
     'detached': lambda x: x.detach().float().max().clamp(min=1),
 }
 
@@ -128,7 +131,7 @@ def voxelize(count):
     return {('mmdet3d_ext/ops/voxelize.py: voxelize', 'mmdet3d_ext::hard_voxelize'): count}
 
 
-MATCH = {('mmdet3d_ext/models/heads/bbox/assigner.py: match', 'cpu'): 1}
+MATCH = {('mmdet3d_ext/models/heads/bbox/assigner.py: solve', 'wait'): 1}
 SETUPS = {
     'tiny': (tiny, {**voxelize(SAMPLES), **MATCH}),
     'vanilla': (vanilla, {**voxelize(SAMPLES), **MATCH}),
@@ -188,7 +191,7 @@ PROFILER = 1  # its own, at the end
 @pytest.mark.parametrize('dtype', [None, torch.float16])
 @pytest.mark.parametrize('make', [tiny, vanilla])
 def test_waits_of_the_training_forward_on_a_gpu(make, dtype):
-    """What torch knows of is the matching alone; the CUDA runtime counts spconv's and our voxels', too."""
+    """torch knows of none; the CUDA runtime counts spconv's, our voxels' and the matching's."""
     device = torch.device('cuda')
     model, batch = make(device=device)
     step = StepModel(model.to(device).train(), device, dtype)
@@ -197,5 +200,5 @@ def test_waits_of_the_training_forward_on_a_gpu(make, dtype):
     found = profile_step(device, lambda: step.train_step(batch), None)
     sites = {site.partition(':')[0]: n for site, n in found['wait_sites'].items()}
     sites.pop('torch/_ops.py', None)  # voxels, if torch's warning in there reaches Python
-    assert sites == {'mmdet3d_ext/models/heads/bbox/assigner.py': 1}, found['wait_sites']
+    assert not sites, found['wait_sites']
     assert found['host_waits'] <= SPCONV + SAMPLES + 1 + PROFILER, (found['host_waits'], found['wait_sites'])

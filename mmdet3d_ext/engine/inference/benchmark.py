@@ -78,10 +78,11 @@ def inference(cfg: Mapping[str, Any], device: torch.device, samples: int, precis
                            did=None if did is None else str(did),
                            **measure(predictor, lambda turns=turns: predictor(next(turns)), name))
 
-        timed = list(rows(lambda predictor, run, name: _times(predictor, run, device, samples, iterations))) if times else None
+        timing = rows(lambda predictor, run, name: _times(predictor, run, device, samples, iterations))
         if not profile:
-            yield from timed or ()
+            yield from timing if times else ()
             return
+        timed = list(timing) if times else None
         profiled = rows(lambda predictor, run, name: profile_step(device, run, _named(trace, name)))
         for number, row in enumerate(profiled):
             yield dict(timed[number], **row) if timed else row
@@ -148,7 +149,7 @@ def table(rows: Sequence[Mapping[str, Any]], baseline: Optional[Mapping[str, Any
     lines += [''] + [f'{r["precision"]} {r["variant"]}: {r["did"]}' for r in rows if r['did']]
     sites = collections.Counter()
     for row in rows[-1:]:
-        sites.update(row['wait_sites'])
+        sites.update(row.get('wait_sites', {}))
     if sites:
         lines += ['', 'In the last row the host waits at: ' + ', '.join(f'{s} ({n})' for s, n in sites.most_common()) + '.']
     return '\n'.join(lines)

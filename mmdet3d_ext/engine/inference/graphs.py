@@ -13,6 +13,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 WARMUP = 3  # runs before the recording, in which libraries choose kernels and allocate what they keep
+# Recordings that broke off. Up to torch 2.11 an allocator goes on asking them what is theirs, so they have to stay.
+_BROKEN: List[Any] = []
 # Modules of a view transform that see tensors of a fixed shape; around them lie points, whose number changes.
 FIXED_IN_TRANSFORM = ('dtransform', 'depthnet', 'downsample')
 
@@ -80,12 +82,12 @@ class _Replayed:
         if self.state is None:
             device = tensors[0].device
             before = torch.cuda.current_stream(device), torch.cuda.get_rng_state(device)
-            self.owner.pool = self.owner.pool or torch.cuda.graph_pool_handle()
+            pool = self.owner.pool = self.owner.pool or torch.cuda.graph_pool_handle()
             try:
                 self.state = self._record(leaves, structure, kind)
             except RuntimeError as error:  # a wait for the device, or an operator that no graph can hold
                 self.owner.failed[self.name] = str(error).splitlines()[0][:120]
-                _put_back(device, self.owner.pool, *before)
+                _put_back(device, pool, *before)
                 return self.forward(*args, **kwargs)
         graph, inputs, outputs, expected = self.state
         if kind != expected:
@@ -108,13 +110,18 @@ class _Replayed:
             with torch.cuda.stream(side):
                 for _ in range(WARMUP - 1):
                     self.forward(*args, **kwargs)
-                with Outside() as outside:
+                with Outside() as outside, _waits_are_errors():
                     self.forward(*args, **kwargs)
             torch.cuda.current_stream(device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # Only this thread's calls count: a loader's thread may pin memory meanwhile.
-            with torch.cuda.graph(graph, pool=owner.pool, capture_error_mode='thread_local'):
-                outputs = self.forward(*args, **kwargs)
+            try:
+                # Only this thread's calls count: a loader's thread may pin memory meanwhile.
+                with torch.cuda.graph(graph, pool=owner.pool, capture_error_mode='thread_local'):
+                    outputs = self.forward(*args, **kwargs)
+            except RuntimeError:
+                _BROKEN.append(graph)
+                owner.pool = None  # the next recording gets another one: this one may be taken for in use
+                raise
         for leaf in tree_flatten(outputs)[0]:
             if isinstance(leaf, torch.Tensor):
                 owner.fixed[leaf.data_ptr()] = leaf
@@ -168,8 +175,8 @@ def _fixed(owner: GraphedParts, tensor: torch.Tensor) -> torch.Tensor:
 
 def _put_back(device: torch.device, pool: Any, stream: torch.cuda.Stream, random: torch.Tensor) -> None:
     """What torch leaves of a recording that broke off, as it was before: the recording's stream would stay the current one; the allocator
-    would believe that a recording goes on, refuse another one in ``pool`` and keep what it has when memory runs short (up to torch
-    2.11); random numbers would refuse to be drawn."""
+    would believe that a recording goes on and keep what it has when memory runs short (up to torch 2.11); random numbers would refuse
+    to be drawn."""
     torch.cuda.set_stream(stream)
     torch.cuda.synchronize(device)
     # RuntimeError: "not recording", as the runs before failed or a later torch has ended it. The others: the function is torch's own affair.
@@ -179,6 +186,17 @@ def _put_back(device: torch.device, pool: Any, stream: torch.cuda.Stream, random
     generator, fresh = torch.cuda.default_generators[device.index], torch.Generator(device)
     fresh.set_state(random)
     generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+
+@contextlib.contextmanager
+def _waits_are_errors():
+    """Within: what would wait for the device, and so break a recording off, is refused before there is one to break."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode('error')
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 @contextlib.contextmanager

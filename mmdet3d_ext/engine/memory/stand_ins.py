@@ -64,7 +64,10 @@ def stand_ins(model: nn.Module, voxels: Voxels, to_fake: Callable[[torch.Tensor]
             replace(module, 'pool_volume', _pool_volume(module))
     for head in getattr(model, 'heads', {}).values():
         if hasattr(head, 'get_targets'):
-            replace(head, 'get_targets', _targets(head.get_targets, to_fake))
+            start = getattr(head, 'start_matching', None)
+            replace(head, 'get_targets', _targets(head.get_targets, start, to_fake))
+            if start is not None:
+                replace(head, 'start_matching', lambda *_: None)
     try:
         yield
     finally:
@@ -157,11 +160,11 @@ def _pool_volume(module: BaseTransform) -> Callable:
     return pool_volume
 
 
-def _targets(get_targets: Callable, to_fake: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+def _targets(get_targets: Callable, start: Optional[Callable], to_fake: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
     """Targets for predictions of zeros, worked out for real and handed back as fakes."""
     def stand_in(boxes: Any, labels: Any, third: Any) -> Any:
         with _disable_current_modes():  # fake and real tensors do not mix
             zeros = tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype) if isinstance(t, torch.Tensor) else t, third)
-            found = get_targets(boxes, labels, zeros)
+            found = get_targets(boxes, labels, zeros, *([] if start is None else [start(boxes, labels, zeros)]))
         return tree_map(lambda t: to_fake(t) if isinstance(t, torch.Tensor) else t, found)
     return stand_in

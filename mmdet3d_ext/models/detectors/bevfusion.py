@@ -5,10 +5,11 @@ Letters: B batch, N cameras, P points, C channels, X/Y BEV cells (first axis lid
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import warnings
 from collections import OrderedDict
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.distributed as dist
@@ -55,10 +56,20 @@ def _need(section: Mapping, key: str, name: str) -> Any:
     return section[key]
 
 
+def _together(head: nn.Module, *methods: str) -> bool:
+    """Whether one class defines all these methods of a head: what was split into steps is whole again where a subclass has another one."""
+    definers = {next((cls for cls in type(head).__mro__ if name in vars(cls)), None) for name in methods}
+    return len(definers) == 1 and None not in definers
+
+
 def _decodes_in_two_steps(head: nn.Module) -> bool:
-    """Whether its ``get_bboxes`` is nothing but ``detections(candidates(...))``: not where a subclass has another one."""
-    definer = {name: next((cls for cls in type(head).__mro__ if name in vars(cls)), None) for name in ('candidates', 'get_bboxes')}
-    return definer['candidates'] is not None and definer['candidates'] is definer['get_bboxes']
+    """Whether its ``get_bboxes`` is nothing but ``detections(candidates(...))``."""
+    return _together(head, 'candidates', 'get_bboxes')
+
+
+def _matches_in_two_steps(head: nn.Module) -> bool:
+    """Whether its ``loss`` takes a matching that was started before."""
+    return _together(head, 'start_matching', 'get_targets', 'loss')
 
 
 @contextlib.contextmanager
@@ -361,18 +372,25 @@ class BEVFusion(nn.Module):
         return self._predictions(maps, metas)
 
     def _losses(self, maps: Dict[str, torch.Tensor], auxiliary: Dict[str, torch.Tensor], batch: Mapping[str, Any]):
-        outputs = OrderedDict()
+        found: Dict[str, Mapping[str, torch.Tensor]] = {}
+        unfinished: Dict[str, Callable[[], Mapping[str, torch.Tensor]]] = {}
         for task, head in self.heads.items():
             detects = hasattr(head, 'get_bboxes')
             for key in ('gt_bboxes_3d', 'gt_labels_3d') if detects else ('gt_masks_bev', ):
                 if batch.get(key) is None:
                     raise ValueError(f'model.heads.{task} trains on {key!r}, which the batch does not have')
             if detects:
-                predictions = head(maps[task], batch['metas'])
-                losses = head.loss(batch['gt_bboxes_3d'], batch['gt_labels_3d'], predictions)
+                matter = [batch['gt_bboxes_3d'], batch['gt_labels_3d'], head(maps[task], batch['metas'])]
+                if _matches_in_two_steps(head):
+                    matter.append(head.start_matching(*matter))
+                unfinished[task] = functools.partial(head.loss, *matter)
             else:
-                losses = head(maps[task], batch['gt_masks_bev'])
-            for name, value in losses.items():
+                found[task] = head(maps[task], batch['gt_masks_bev'])
+        for task, losses in unfinished.items():  # the device has the other heads' work while the host matches boxes
+            found[task] = losses()
+        outputs = OrderedDict()
+        for task in self.heads:
+            for name, value in found[task].items():
                 if value.requires_grad:
                     outputs[f'loss/{task}/{name}'] = value * self.loss_scale[task]
                 else:

@@ -10,6 +10,7 @@ from testing import REPO
 
 import mmdet3d_ext  # noqa: F401
 from mmdet3d_ext.config import load_config
+from mmdet3d_ext.datasets.synthetic.batch import random_batch
 from mmdet3d_ext.geometry.grid import BevGrid, GridError
 from mmdet3d_ext.models.builder import build_model
 
@@ -86,6 +87,58 @@ def test_the_tiny_configuration():
     classes, cells = len(cfg['map_classes']), BevGrid.parse(*plain(cfg['map_bound'])).shape
     data = {'img': torch.rand(2, 2, 3, height, width), 'gt_masks_bev': (torch.rand(2, classes, *cells) < 0.2).long()}
     check(model, data, classes, cells)
+
+
+@pytest.fixture
+def tiny_step():
+    """The tiny model in training mode without random masks, and a batch: fresh models of the same weights for each call."""
+    cfg = load_config(str(REPO / 'configs' / 'synthetic' / 'multitask_tiny.yaml'), ['--model.heads.object.dropout', '0'])
+    batch = random_batch(plain(cfg), 2, torch.device('cpu'), points=2000)
+
+    def make():
+        torch.manual_seed(0)
+        model = build_model(plain(cfg['model']))
+        model.init_weights()
+        return model.train()
+
+    return make, batch
+
+
+def losses_and_gradients(model, batch):
+    torch.manual_seed(1)
+    losses = model(**batch)
+    sum(value for name, value in losses.items() if name.startswith('loss/')).backward()
+    return losses, {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_other_heads_work_while_the_host_matches_boxes(tiny_step):
+    """Same values, names and order as one head after the other."""
+    make, batch = tiny_step
+    model, calls = make(), []
+    detection, segmentation = model.heads['object'], model.heads['map']
+
+    def watched(call, name):
+        def spy(*args):
+            calls.append((name, len(args)))
+            return call(*args)
+        return spy
+
+    for head, name in ((detection, 'start_matching'), (detection, 'loss'), (segmentation, 'forward')):
+        setattr(head, name, watched(getattr(head, name), name))
+    losses, gradients = losses_and_gradients(model, batch)
+    assert calls == [('start_matching', 3), ('forward', 2), ('loss', 4)]
+
+    model = make()
+
+    class Whole(type(model.heads['object'])):
+        def loss(self, boxes, labels, preds):  # as somebody's own head may have it
+            return super().loss(boxes, labels, preds)
+
+    model.heads['object'].__class__ = Whole
+    expected, whole = losses_and_gradients(model, batch)
+    assert list(losses) == list(expected) and any(name.startswith('loss/map') for name in losses)
+    assert all(torch.equal(losses[name], expected[name]) for name in losses)
+    assert all(torch.equal(gradients[name], whole[name]) for name in gradients)
 
 
 def plain(value):

@@ -13,7 +13,7 @@ from mmdet.core.bbox.iou_calculators import build_iou_calculator
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from ....geometry.on_device import constant, upload
+from ....geometry.on_device import Arriving, constant, upload
 from ....registry import BBOX_ASSIGNERS, MATCH_COSTS
 
 _LOGGER = logging.getLogger('mmdet3d_ext.models.heads.bbox')
@@ -127,10 +127,19 @@ class HungarianAssigner3D:
         Returns:
             Tensor: (B, L, P) long, the matched ground-truth row, or -1 for background.
         """
-        batch, layers, queries, _ = cost.shape
+        return self.solve(self.send(cost, valid), cost.device)
+
+    @staticmethod
+    def send(cost: Tensor, valid: Tensor) -> Arriving:
+        """Let what :meth:`match` takes travel to the CPU: whatever is queued on the device between this and :meth:`solve` keeps it busy
+        while the host assigns."""
         # The validity flags travel as one more row of the costs, so that the host waits for the device once.
-        packed = torch.cat([cost, valid[:, None, None].expand(-1, layers, -1, -1).to(cost.dtype)], 2)
-        packed = packed.detach().float().cpu().numpy()
+        return Arriving(torch.cat([cost, valid[:, None, None].expand(-1, cost.shape[1], -1, -1).to(cost.dtype)], 2).float())
+
+    def solve(self, sent: Arriving, device: torch.device) -> Tensor:
+        """:meth:`match` of what was sent, on ``device``."""
+        packed = sent.wait().numpy()
+        batch, layers, queries = packed.shape[0], packed.shape[1], packed.shape[2] - 1
         matched = np.full((batch, layers, queries), -1, dtype=np.int64)
         for i in range(batch):
             columns = np.flatnonzero(packed[i, 0, -1] > 0)
@@ -144,7 +153,7 @@ class HungarianAssigner3D:
                     table = np.where(finite, table, _UNUSABLE)
                 rows, picked = linear_sum_assignment(table)
                 matched[i, layer, rows] = columns[picked]
-        return upload(torch.from_numpy(matched), cost.device)
+        return upload(torch.from_numpy(matched), device)
 
     def _report(self, sample: int, broken: int, queries: int) -> None:
         # With mixed precision this may go on for many steps: the first ten, then every hundredth.

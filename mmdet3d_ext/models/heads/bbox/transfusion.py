@@ -5,7 +5,7 @@ Letters: B batch, C classes, P proposals (queries) per layer, L decoder layers, 
 from __future__ import annotations
 
 import logging
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,12 @@ from mmcv.cnn import ConvModule, build_conv_layer
 from mmcv.runner import BaseModule
 from torch import Tensor, nn
 
-from ....geometry.on_device import constant
+from ....geometry.on_device import Arriving, constant
 from ....over_ranks import count_over_ranks
 from ....registry import BBOX_ASSIGNERS, BBOX_CODERS, MODELS
 from .assigner import layer_slices
 from .head_grid import (
+    GroundTruth,
     box_class,
     check_feature_map,
     check_frame,
@@ -51,6 +52,15 @@ _TRAIN_KEYS = dict(required=('point_cloud_range', 'grid_size', 'voxel_size', 'ou
 _TEST_KEYS = dict(required=('grid_size', 'out_size_factor'),
                   optional=('dataset', 'voxel_size', 'pc_range', 'nms_type', 'pre_maxsize', 'post_maxsize', 'pre_max_size',
                             'post_max_size', 'nms_radius'))
+
+
+class Matching(NamedTuple):
+    """A matching that was started: the batch's true boxes; overlaps (B, L*P, G) and the costs on their way to the CPU, None of both
+    where no sample has a box."""
+
+    truth: GroundTruth
+    overlap: Optional[Tensor] = None
+    costs: Optional[Arriving] = None
 
 
 @MODELS.register_module()
@@ -314,9 +324,34 @@ class TransFusionHead(BaseModule):
     # --------------------------------------------------------------------------------------------------------------
     # loss
     @torch.no_grad()
-    def get_targets(self, gt_bboxes_3d: Sequence, gt_labels_3d: Sequence[Tensor],
-                    preds: Mapping[str, Tensor]) -> Dict[str, Tensor]:
+    @torch.no_grad()
+    def start_matching(self, gt_bboxes_3d: Sequence, gt_labels_3d: Sequence[Tensor], preds: Mapping[str, Tensor]) -> Matching:
+        """Queue the costs of all pairs and their way to the CPU, without waiting for them.
+
+        The assignment is the host's work. What is queued on the device between this and :meth:`loss`, another head for example,
+        keeps it busy meanwhile.
+        """
+        if self.train_cfg is None:
+            raise ValueError('TransFusionHead: was built without train_cfg, so it has no targets')
+        with torch.autocast(preds['center'].device.type, enabled=False):
+            preds = {name: preds[name].detach().float() for name in ('heatmap', *self.regressed)}
+            boxes = self.bbox_coder.decode_boxes(*[preds[name] for name in _REGRESSED[:4]])      # (B, L*P, 7)
+            if len(gt_bboxes_3d) != len(boxes):
+                raise ValueError(f'gt_bboxes_3d: {len(gt_bboxes_3d)} entries for {len(boxes)} samples')
+            truth = collect_ground_truth(gt_bboxes_3d, gt_labels_3d, self.bbox_coder.frame, self.map_shape, self.num_classes, boxes.device,
+                                         self.compat == 'reference')
+            if truth.boxes.shape[1] == 0:
+                return Matching(truth)
+            labels = truth.labels.clamp(0, self.num_classes - 1)
+            cost, overlap = self.bbox_assigner.costs(boxes, truth.boxes, labels, preds['heatmap'].transpose(1, 2), self.train_cfg)
+            return Matching(truth, overlap, self.bbox_assigner.send(cost.unflatten(1, (self.num_decoder_layers, -1)), truth.valid))
+
+    def get_targets(self, gt_bboxes_3d: Sequence, gt_labels_3d: Sequence[Tensor], preds: Mapping[str, Tensor],
+                    started: Optional[Matching] = None) -> Dict[str, Tensor]:
         """Match predictions and ground truth, and lay out what each query should have said.
+
+        Args:
+            started: what :meth:`start_matching` gave for these arguments, where it was called before.
 
         Returns:
             dict: ``labels`` (B, L*P) class, C for background; ``label_weights`` (B, L*P); ``bbox_targets``,
@@ -325,32 +360,21 @@ class TransFusionHead(BaseModule):
             0; ``num_pos`` (L,) matches per layer; ``matched_ious`` () mean overlap of the matches, over samples that
             have any; ``heatmap`` (B, C, X, Y).
         """
-        if self.train_cfg is None:
-            raise ValueError('TransFusionHead: was built without train_cfg, so it has no targets')
-        cfg, layers, device = self.train_cfg, self.num_decoder_layers, preds['center'].device
-        preds = {name: preds[name].detach().float() for name in ('heatmap', *self.regressed)}
-        boxes = self.bbox_coder.decode_boxes(*[preds[name] for name in _REGRESSED[:4]])      # (B, L*P, 7)
-        batch, total = boxes.shape[:2]
-        if len(gt_bboxes_3d) != batch:
-            raise ValueError(f'gt_bboxes_3d: {len(gt_bboxes_3d)} entries for {batch} samples')
-        frame, shape = self.bbox_coder.frame, self.map_shape
-        truth = collect_ground_truth(gt_bboxes_3d, gt_labels_3d, frame, shape, self.num_classes, device,
-                                     self.compat == 'reference')
-        heatmap = target_heatmap(truth, frame, shape, self.num_classes, cfg.get('gaussian_overlap', 0.1),
+        truth, overlap, sent = started or self.start_matching(gt_bboxes_3d, gt_labels_3d, preds)
+        cfg, layers, size = self.train_cfg, self.num_decoder_layers, self.bbox_coder.code_size
+        batch, _, total = preds['center'].shape
+        # All that the matches have no part in is queued before the host waits for the costs.
+        heatmap = target_heatmap(truth, self.bbox_coder.frame, self.map_shape, self.num_classes, cfg.get('gaussian_overlap', 0.1),
                                  cfg.get('min_radius', 2))
-
-        size = self.bbox_coder.code_size
-        labels = torch.full((batch, total), self.num_classes, dtype=torch.long, device=device)
-        targets = boxes.new_zeros((batch, total, size))
-        weights, ious = torch.zeros_like(targets), boxes.new_zeros((batch, total))
+        labels = truth.labels.new_full((batch, total), self.num_classes)
+        targets = truth.boxes.new_zeros((batch, total, size))
+        weights, ious = torch.zeros_like(targets), truth.boxes.new_zeros((batch, total))
         matched = torch.zeros_like(labels, dtype=torch.bool)
-        if truth.boxes.shape[1] > 0:
-            known_labels = truth.labels.clamp(0, self.num_classes - 1)
-            cost, overlap = self.bbox_assigner.costs(boxes, truth.boxes, known_labels, preds['heatmap'].transpose(1, 2), cfg)
-            picked = self.bbox_assigner.match(cost.unflatten(1, (layers, -1)), truth.valid).flatten(1)
+        if sent is not None:
+            encoded = self.bbox_coder.encode(truth.boxes)
+            picked = self.bbox_assigner.solve(sent, overlap.device).flatten(1)
             matched, picked = picked >= 0, picked.clamp(min=0)
             labels = torch.where(matched, truth.labels.gather(1, picked), labels)
-            encoded = self.bbox_coder.encode(truth.boxes)
             encoded = encoded.gather(1, picked[..., None].expand(-1, -1, size))
             known = matched[..., None] & encoded.isfinite()
             targets, weights = torch.where(known, encoded, targets), known.to(targets.dtype)
@@ -364,13 +388,15 @@ class TransFusionHead(BaseModule):
                     num_pos=matched.unflatten(1, (layers, -1)).sum((0, 2)),
                     matched_ious=per_sample.sum() / (matches > 0).sum().clamp(min=1), heatmap=heatmap)
 
-    def loss(self, gt_bboxes_3d: Sequence, gt_labels_3d: Sequence[Tensor], preds: Mapping[str, Tensor]) -> Dict[str, Tensor]:
+    def loss(self, gt_bboxes_3d: Sequence, gt_labels_3d: Sequence[Tensor], preds: Mapping[str, Tensor],
+             started: Optional[Matching] = None) -> Dict[str, Tensor]:
         """Losses of a batch, in float32; ``preds`` is not changed.
 
         Args:
             gt_bboxes_3d: B ``LiDARInstance3DBoxes``. Boxes outside the map, without size or not finite are ignored, an
                 unknown (NaN) velocity is not trained on, and a sample may have no box at all.
             gt_labels_3d: B tensors of class indices; negative ones are ignored.
+            started: what :meth:`start_matching` gave for the same arguments, if the device was to have other work meanwhile.
 
         Returns:
             dict: ``loss_heatmap``; ``layer_<i>_loss_cls`` and ``layer_<i>_loss_bbox`` for each layer, the last one
@@ -379,7 +405,7 @@ class TransFusionHead(BaseModule):
         """
         with torch.autocast(preds['center'].device.type, enabled=False):
             preds = {name: value.float() if value.is_floating_point() else value for name, value in preds.items()}
-            targets = self.get_targets(gt_bboxes_3d, gt_labels_3d, preds)
+            targets = self.get_targets(gt_bboxes_3d, gt_labels_3d, preds, *([] if started is None else [started]))
             heatmap = targets['heatmap']
             counts = torch.cat([heatmap.eq(1).sum().view(1), targets['num_pos']])
             total, ranks = (counts.float(), 1) if self.compat == 'reference' else count_over_ranks(counts)

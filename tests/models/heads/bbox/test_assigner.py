@@ -99,7 +99,14 @@ def test_gpu_equals_cpu(assigner):
     assert torch.allclose(cpu[1], gpu[1].cpu(), atol=1e-5)
     assert torch.allclose(cpu[0], gpu[0].cpu(), atol=1e-5, equal_nan=True)
     valid = torch.ones(3, 6, dtype=torch.bool)
-    assert torch.equal(assigner.match(cpu[0][:, None], valid), assigner.match(gpu[0][:, None], valid.cuda()).cpu())
+    matched = assigner.match(cpu[0][:, None], valid)
+    assert torch.equal(matched, assigner.match(gpu[0][:, None], valid.cuda()).cpu())
+    cost = gpu[0][:, None]
+    sent = assigner.send(cost, valid.cuda())
+    cost.fill_(float('nan'))  # queued behind the way to the CPU
+    torch.cuda._sleep(10 ** 8)
+    assert torch.equal(matched, assigner.solve(sent, torch.device('cpu'))), 'the costs as they were when they were sent'
+    assert not torch.cuda.current_stream().query(), 'the host waited for the costs only'
 
 
 def test_lidar_overlaps_are_mmdet3ds():

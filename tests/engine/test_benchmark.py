@@ -39,7 +39,7 @@ def test_training_row_has_every_part_and_they_add_up(tiny):
     parts = row['parts']
     names = set(timing.parts_of(model))
     assert {'encoders.camera.backbone', 'encoders.lidar.voxelize', 'fuser', 'heads.object', 'heads.map'} <= names
-    assert names | {'heads.object.loss', 'forward', 'backward', 'optimizer'} == set(parts)
+    assert names | {'heads.object.start_matching', 'heads.object.loss', 'forward', 'backward', 'optimizer'} == set(parts)
     assert min(parts.values()) > 0
     assert sum(parts[name] for name in names) <= parts['forward'] * 1.05
     assert row['step_ms'] == pytest.approx(sum(parts[n] for n in ('forward', 'backward', 'optimizer')), rel=0.8)

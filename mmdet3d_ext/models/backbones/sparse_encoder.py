@@ -13,7 +13,7 @@ from torch import nn
 
 from ...geometry.on_device import upload
 from ...registry import MODELS
-from .sparse_layers import conv_unit, sparse
+from .sparse_layers import allow_tf32, conv_unit, sparse
 
 # Below this many voxels a batch may leave a layer without any site, or a norm layer with a single value: then a helper
 # sample is added (see SparseEncoder.forward). Real batches hold tens of thousands.
@@ -130,7 +130,7 @@ class SparseEncoder(nn.Module):
                 # busy; it is cut off the result, so the real samples are the same as without it.
                 features, coords = self._with_helper_sample(features, coords, batch_size)
                 samples += 1
-            sparse().constants.SPCONV_ALLOW_TF32 = torch.backends.cuda.matmul.allow_tf32  # they are matrix products
+            allow_tf32(torch.backends.cuda.matmul.allow_tf32)  # they are matrix products
             x = sparse().Tensor(features.contiguous(), coords.contiguous(), list(self.sparse_shape), samples)
             x = self.conv_input(x)
             x = self.encoder_layers(x)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Sequence, Union
+from typing import Any, Dict, Sequence, Tuple, Union
 
 import torch
 from mmcv.cnn import build_norm_layer
@@ -60,7 +60,7 @@ class _Layer:
 
 @functools.lru_cache(maxsize=None)
 def sparse() -> types.SimpleNamespace:
-    """What is used of spconv: ``constants``, the ``native`` algorithm, its ``Tensor`` and our layers on it.
+    """What is used of spconv: ``constants``, its ``ops``, the ``native`` algorithm, its ``Tensor`` and our layers on it.
 
     Layers: ``Sequential``, ``SubMConv3d``, ``SparseConv3d``, ``Block``.
 
@@ -70,6 +70,7 @@ def sparse() -> types.SimpleNamespace:
     try:
         import spconv.pytorch as spconv
         from spconv import constants
+        from spconv.pytorch import ops
     except ImportError as error:
         raise ImportError('SparseEncoder needs spconv 2: install "spconv" (CPU) or "spconv-cu126" (GPU), e.g. by '
                           f'`make install` ({error})') from error
@@ -98,8 +99,34 @@ def sparse() -> types.SimpleNamespace:
             return out.replace_feature(self.relu(self.bn2(out.features) + x.features))
 
     return types.SimpleNamespace(
-        constants=constants, native=spconv.ConvAlgo.Native, Tensor=spconv.SparseConvTensor, Sequential=spconv.SparseSequential,
+        constants=constants, ops=ops, native=spconv.ConvAlgo.Native, Tensor=spconv.SparseConvTensor, Sequential=spconv.SparseSequential,
         SubMConv3d=SubMConv3d, SparseConv3d=SparseConv3d, Block=Block)
+
+
+_TUNERS: Dict[bool, Tuple[Any, Any]] = {}  # by whether TF32 is allowed
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Say whether float32 sparse convolutions may run in TF32.
+
+    spconv tries kernels once for each kind of shape and keeps the fastest, also when the setting changes later: a process that turned
+    TF32 off would go on with it. So each setting gets a memory of its own.
+    """
+    ops = sparse().ops
+    sparse().constants.SPCONV_ALLOW_TF32 = allowed
+    if ops.CONV_CPP is None:  # spconv for the CPU only
+        return
+    if allowed not in _TUNERS:
+        _TUNERS[allowed] = _new_tuners() if _TUNERS else (ops.GEMM_CPP, ops.CONV_CPP)
+    ops.GEMM_CPP, ops.CONV_CPP = _TUNERS[allowed]
+
+
+def _new_tuners() -> Tuple[Any, Any]:
+    """As spconv makes them when it is imported, without any choice made."""
+    from spconv import algo
+    core = algo.algocore
+    return (algo.GemmTunerSimple([core.get_gemm_algo_desp_from_param(p) for p in algo.ALL_NATIVE_PARAMS]),
+            algo.ConvTunerSimple([core.get_conv_algo_desp_from_param(p) for p in algo.ALL_IMPGEMM_PARAMS]))
 
 
 def conv_unit(kind: str, in_channels: int, out_channels: int, kernel: Union[int, Sequence[int]], norm_cfg: dict,

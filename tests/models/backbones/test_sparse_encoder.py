@@ -1,6 +1,7 @@
 """Sparse encoder: golden fixtures, kernel layouts, and clouds with (almost) nothing in them."""
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from testing import REPO, Golden, ruled
 
 import mmdet3d_ext  # noqa: F401
+from mmdet3d_ext.models.backbones import sparse_layers
 from mmdet3d_ext.models.backbones.sparse_layers import kernel_to_memory
 from mmdet3d_ext.registry import MODELS
 
@@ -163,6 +165,37 @@ def test_gpu_equals_cpu():
         got = encoder.cuda()(features.cuda(), coords.cuda(), 2).cpu()
     # float32 sums in another order; spconv may use TF32 tensor cores (10 bits of mantissa)
     assert (got - expected).abs().max() <= 5e-3 * expected.abs().max()
+
+
+def test_each_setting_of_tf32_has_choices_of_its_own(monkeypatch):
+    """spconv keeps the kernel that it chose for a shape, whatever was allowed then."""
+    real = sparse_layers.sparse()
+    ops = types.SimpleNamespace(GEMM_CPP='gemm', CONV_CPP='conv')
+    fake = types.SimpleNamespace(**{**vars(real), 'ops': ops, 'constants': types.SimpleNamespace()})
+    monkeypatch.setattr(sparse_layers, 'sparse', lambda: fake)
+    monkeypatch.setattr(sparse_layers, '_new_tuners', lambda: ('new gemm', 'new conv'))
+    monkeypatch.setattr(sparse_layers, '_TUNERS', {})
+    seen = []
+    for allowed in (False, False, True, False, True):
+        sparse_layers.allow_tf32(allowed)
+        seen.append((fake.constants.SPCONV_ALLOW_TF32, ops.GEMM_CPP, ops.CONV_CPP))
+    old, new = (False, 'gemm', 'conv'), (True, 'new gemm', 'new conv')
+    assert seen == [old, old, new, old, new]
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_tf32_ends_with_its_setting(monkeypatch):
+    encoder = ruled(MODELS.build(BASICBLOCK)).cuda()
+    features, coords = (t.cuda() for t in voxels(3000, batch=2))
+    monkeypatch.setattr(sparse_layers, '_TUNERS', {})
+    results = []
+    for allowed in (True, False, True):
+        monkeypatch.setattr(torch.backends.cuda.matmul, 'allow_tf32', allowed)
+        results.append(encoder(features, coords, 2))
+    exact = encoder.cpu()(features.cpu(), coords.cpu(), 2).cuda()
+    off = [(result - exact).abs().max() / exact.abs().max() for result in results]
+    assert off[1] < 1e-4, off  # a layer in TF32 is off by more
 
 
 @torch.no_grad()

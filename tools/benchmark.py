@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import shlex
 import sys
@@ -93,6 +94,7 @@ def main(argv: Optional[List[str]] = None) -> int:
                         yield row
                 else:
                     yield benchmark.training(cfg, device, samples, name, **settings)
+                gc.collect()  # a replayed part and its graph hold each other
                 if device.type == 'cuda':
                     torch.cuda.empty_cache()
 

@@ -360,6 +360,9 @@ def parse(argv: Optional[Sequence[str]]) -> argparse.Namespace:
         parser.error('--epochs fit: say with --slice how many seconds there are')
     if arguments.jobs < 1 or arguments.cores < 1 or arguments.seeds < 1 or arguments.ablation_seeds < 0:
         parser.error('--jobs, --cores and --seeds must be at least 1, --ablation-seeds at least 0')
+    for name in ('rows', 'out'):
+        if getattr(arguments, name).is_dir():
+            parser.error(f'--{name} {getattr(arguments, name)} is a folder: name the file in it')
     arguments.work, arguments.data = (Path(path).resolve() for path in (arguments.work, arguments.data))  # trainings run in the checkout
     return arguments
 

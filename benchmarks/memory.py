@@ -334,7 +334,7 @@ def _switch_lines(rows: List[Dict[str, Any]]) -> List[str]:
 
 def main(argv: Optional[List[str]] = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out', type=Path, default=Path('docs/benchmarks'), help='folder of memory.md and memory.json')
+    parser.add_argument('--out', type=Path, help='folder of memory.md and memory.json (default: docs/benchmarks; with --again its file\'s)')
     parser.add_argument('--rows', default='', help='only rows whose name holds this')
     parser.add_argument('--device', default='cuda')
     parser.add_argument('--cap', type=float, default=CAP_GIB, help='GiB that the process may take (default: a V100 of 32 GB)')
@@ -368,7 +368,7 @@ def main(argv: Optional[List[str]] = None) -> int:
                 command=f'python benchmarks/memory.py {shlex.join(words)}'.strip(),
                 device=next((got['device'] for got in measured.values() if 'device' in got), arguments.device),
                 torch=torch.__version__, date=str(datetime.date.today()), cap_gib=arguments.cap, rows=rows)
-            out = arguments.again.parent if earlier else arguments.out
+            out = arguments.out or (arguments.again.parent if earlier else Path('docs/benchmarks'))
             out.mkdir(parents=True, exist_ok=True)
             (out / 'memory.md').write_text(report(content))
             (out / 'memory.json').write_text(json.dumps(content, indent=1) + '\n')

@@ -73,15 +73,18 @@ def test_mistakes(words, message):
     assert done.returncode == 2 and message in done.stderr
 
 
-def test_predicting_again_keeps_the_measurements(tmp_path):
+@pytest.mark.parametrize('words', [[], ['--out', 'elsewhere']])
+def test_predicting_again_keeps_the_measurements(tmp_path, words):
     earlier = content()
     earlier['rows'] = [dict(benchmark.TINY_ROWS[0], measured=dict(step_ms=1.0, peak_mib=300.0, reserved_mib=310.0, context_mib=1.0),
                             predicted=dict(error='none yet'))]
     path = tmp_path / 'memory.json'
     path.write_text(json.dumps(earlier))
-    subprocess.run([sys.executable, str(REPO / 'benchmarks' / 'memory.py'), '--again', str(path), '--planners', '1'], check=True,
-                   capture_output=True)
-    again = json.loads(path.read_text())
+    subprocess.run([sys.executable, str(REPO / 'benchmarks' / 'memory.py'), '--again', str(path), '--planners', '1', *words], check=True,
+                   capture_output=True, cwd=tmp_path)
+    out = tmp_path / words[-1] if words else tmp_path
+    assert (json.loads(path.read_text()) == earlier) == bool(words), 'the file itself is written where no other place is named'
+    again = json.loads((out / 'memory.json').read_text())
     assert again['rows'][0]['measured'] == earlier['rows'][0]['measured'] and again['device'] == 'a GPU'
     assert again['rows'][0]['predicted']['peak_mib'] > 100
-    assert '| tiny | 1 | fp32 | - | 300 |' in (tmp_path / 'memory.md').read_text()
+    assert '| tiny | 1 | fp32 | - | 300 |' in (out / 'memory.md').read_text()

@@ -367,7 +367,7 @@ def test_a_trial_that_fails_says_so_before_the_time_is_spent(bench, capsys):
 @pytest.mark.parametrize('name', ['--rows', '--out'])
 def test_a_folder_for_a_file_is_refused_before_anything_is_trained(tmp_path, capsys, name):
     with pytest.raises(SystemExit) as ended:
-        ablation.main(['--form', 'tiny', name, str(tmp_path)])
+        benchmark.main(['--form', 'tiny', name, str(tmp_path)])
     assert ended.value.code == 2 and f'{name} {tmp_path} is a folder' in capsys.readouterr().err
 
 

@@ -52,6 +52,13 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def _replace(path: Path, text: str) -> None:
+    """Whole or not at all: who is stopped meanwhile has the rows of before."""
+    partial = path.with_name(f'{path.name}.part')
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def main(argv: Optional[List[str]] = None) -> int:
     from mmdet3d_ext.engine import cli, launch
 
@@ -64,6 +71,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         from mmdet3d_ext.engine import benchmark
         from mmdet3d_ext.engine.inference import benchmark as inference
         from mmdet3d_ext.engine.startup import load_settings, start
+        from mmdet3d_ext.errors import text_of
         cfg = load_settings(arguments.config, overrides)
         device = start(cfg, arguments)
         baseline = benchmark.read_baseline(arguments.baseline) if arguments.baseline else None
@@ -73,7 +81,10 @@ def main(argv: Optional[List[str]] = None) -> int:
             raise launch.UserError('--batch and --iterations must be at least 1')
         out = Path(arguments.out) if arguments.out and launch.current().is_master else None
         if out:
-            out.mkdir(parents=True, exist_ok=True)
+            try:
+                out.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise launch.UserError(f'--out: cannot write there: {text_of(error)}') from None
         jobs = [(samples, name) for samples in batches for name in arguments.precision]
 
         def measured(times: bool, profile: bool) -> Iterator[Dict[str, Any]]:
@@ -105,16 +116,21 @@ def main(argv: Optional[List[str]] = None) -> int:
                 about = dict(command=shlex.join(['python', 'tools/benchmark.py', *words]), date=str(datetime.date.today()),
                              device=torch.cuda.get_device_name(device) if device.type == 'cuda' else f'CPU, {torch.get_num_threads()} threads',
                              torch=torch.__version__, config=arguments.config, inputs=arguments.inputs)
-                (out / 'benchmark.json').write_text(json.dumps(dict(about, runs=rows), indent=1) + '\n')
                 head = '\n'.join(f'- {key}: {value}' for key, value in about.items())
-                (out / 'benchmark.md').write_text(f'# Step times\n\nWritten by `tools/benchmark.py`.\n\n{head}\n\n{text}\n')
+                try:
+                    _replace(out / 'benchmark.json', json.dumps(dict(about, runs=rows), indent=1) + '\n')
+                    _replace(out / 'benchmark.md', f'# Step times\n\nWritten by `tools/benchmark.py`.\n\n{head}\n\n{text}\n')
+                except OSError as error:
+                    print(text)
+                    raise launch.UserError(f'--out: cannot write there: {text_of(error)}') from None
             return text
 
         rows: List[Dict[str, Any]] = []
-        for row in measured(times=True, profile=len(jobs) == 1):
+        single = len(jobs) == 1 and arguments.mode == 'train'  # predictions have several rows in each
+        for row in measured(times=True, profile=single):
             rows.append(row)
             write(rows)  # what was measured stays if the rest takes too long
-        if len(jobs) > 1:  # a process that was profiled is slower ever after
+        if not single:  # a process that was profiled is slower ever after
             for number, profiled in enumerate(measured(times=False, profile=True)):
                 rows[number] = dict(rows[number], **profiled)
                 write(rows)

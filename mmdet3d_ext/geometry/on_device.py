@@ -1,4 +1,4 @@
-"""Small values on a device without making the host wait for it.
+"""Small values to a device and from it without making the host wait, or only for what it needs.
 
 ``tensor.new_tensor([...])`` copies from pageable memory, and a GPU's host thread stands still until everything queued before
 has run. A step has dozens of such constants.

@@ -108,10 +108,15 @@ def test_files_that_are_no_baseline_or_cloud(tmp_path):
     assert cloud.shape == (6, 5) and cloud[4, 1] == pytest.approx(1 - 0.8)
 
 
-def test_tool_writes_its_files(tmp_path, capsys):
+def the_tool():
     spec = importlib.util.spec_from_file_location('benchmark_tool', REPO / 'tools' / 'benchmark.py')
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    return tool
+
+
+def test_tool_writes_its_files(tmp_path, capsys):
+    tool = the_tool()
     code = tool.main([TINY, '--batch', '1', '--iterations', '1', '--warmup', '0', '--points', '500', '--out', str(tmp_path)])
     assert code == 0
     content = json.loads((tmp_path / 'benchmark.json').read_text())
@@ -131,9 +136,7 @@ def test_a_loader_goes_on_epoch_after_epoch():
 
 
 def test_tool_times_all_runs_before_it_profiles_one(monkeypatch, capsys, tmp_path):
-    spec = importlib.util.spec_from_file_location('benchmark_tool_in_order', REPO / 'tools' / 'benchmark.py')
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = the_tool()
     done = []
 
     def training(cfg, device, samples, name, times, profile, **settings):
@@ -160,6 +163,20 @@ def test_tool_times_all_runs_before_it_profiles_one(monkeypatch, capsys, tmp_pat
     with contextlib.suppress(KeyboardInterrupt):
         tool.main([TINY, '--batch', '1', '2', '--out', str(tmp_path)])
     assert [run['samples'] for run in json.loads((tmp_path / 'benchmark.json').read_text())['runs']] == [1, 2], 'times are not lost'
+
+
+def test_tool_says_where_it_cannot_write_and_what_it_measured(monkeypatch, capsys, tmp_path):
+    tool = the_tool()
+    monkeypatch.setattr(benchmark, 'training', lambda *args, **settings: row())
+    monkeypatch.setattr(benchmark, 'make_batches', lambda *args: [])
+    (tmp_path / 'file').touch()
+    (tmp_path / 'folder' / 'benchmark.json').mkdir(parents=True)
+    assert tool.main([TINY, '--batch', '1', '--out', str(tmp_path / 'file')]) != 0
+    said = capsys.readouterr()
+    assert f'--out: cannot write there: {tmp_path / "file"}: File exists' in said.err and '| train |' not in said.out
+    assert tool.main([TINY, '--batch', '1', '--out', str(tmp_path / 'folder')]) != 0
+    said = capsys.readouterr()
+    assert '--out: cannot write there: ' in said.err and '| train |' in said.out and 'Traceback' not in said.err
 
 
 @pytest.mark.gpu

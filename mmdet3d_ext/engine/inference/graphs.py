@@ -5,6 +5,7 @@ A single sample keeps a large GPU busy for a few microseconds per kernel, less t
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple
 
 import torch
@@ -192,7 +193,9 @@ def _put_back(device: torch.device, pool: Any, stream: torch.cuda.Stream, random
 def _waits_are_errors():
     """Within: what would wait for the device, and so break a recording off, is refused before there is one to break."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode('error')
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # that it does not know of every wait
+        torch.cuda.set_sync_debug_mode('error')
     try:
         yield
     finally:

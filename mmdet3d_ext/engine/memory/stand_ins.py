@@ -11,8 +11,9 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ... import ops
 from ...geometry.grid import BevGrid
@@ -64,10 +65,9 @@ def stand_ins(model: nn.Module, voxels: Voxels, to_fake: Callable[[torch.Tensor]
             replace(module, 'pool_volume', _pool_volume(module))
     for head in getattr(model, 'heads', {}).values():
         if hasattr(head, 'get_targets'):
-            start = getattr(head, 'start_matching', None)
-            replace(head, 'get_targets', _targets(head.get_targets, start, to_fake))
-            if start is not None:
-                replace(head, 'start_matching', lambda *_: None)
+            replace(head, 'get_targets', _targets(head.get_targets, to_fake))
+        if hasattr(head, 'start_matching'):
+            replace(head, 'start_matching', _matching(head.start_matching))
     try:
         yield
     finally:
@@ -160,11 +160,18 @@ def _pool_volume(module: BaseTransform) -> Callable:
     return pool_volume
 
 
-def _targets(get_targets: Callable, start: Optional[Callable], to_fake: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+def _matching(start: Callable) -> Callable:
+    """Fake predictions are matched with nothing; the zeros of :func:`_targets` are matched for real."""
+    def stand_in(boxes: Any, labels: Any, preds: Any) -> Any:
+        return None if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(preds)) else start(boxes, labels, preds)
+    return stand_in
+
+
+def _targets(get_targets: Callable, to_fake: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
     """Targets for predictions of zeros, worked out for real and handed back as fakes."""
-    def stand_in(boxes: Any, labels: Any, third: Any) -> Any:
+    def stand_in(boxes: Any, labels: Any, third: Any, started: None = None) -> Any:
         with _disable_current_modes():  # fake and real tensors do not mix
             zeros = tree_map(lambda t: torch.zeros(t.shape, dtype=t.dtype) if isinstance(t, torch.Tensor) else t, third)
-            found = get_targets(boxes, labels, zeros, *([] if start is None else [start(boxes, labels, zeros)]))
+            found = get_targets(boxes, labels, zeros)
         return tree_map(lambda t: to_fake(t) if isinstance(t, torch.Tensor) else t, found)
     return stand_in

@@ -235,6 +235,9 @@ class BEVFusion(nn.Module):
         super().train(mode)
         for part in getattr(self, 'frozen', ()):
             part.eval()
+        for head in getattr(self, 'heads', nn.ModuleDict()).values():
+            if not hasattr(head, 'get_bboxes'):
+                head.training = mode  # its own flag says losses or predictions; the layers of a frozen one stay in evaluation mode
         return self
 
     def init_weights(self) -> None:

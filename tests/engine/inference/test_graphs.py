@@ -1,5 +1,7 @@
 """CUDA graphs of parts: what is recorded and held, when a part runs as before, and the same results on a GPU."""
+import contextlib
 import importlib.util
+import warnings
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 from torch import nn
 
 from mmdet3d_ext.engine.inference import Predictor
-from mmdet3d_ext.engine.inference.graphs import GraphedParts, Outside, capturable
+from mmdet3d_ext.engine.inference.graphs import GraphedParts, Outside, _waits_are_errors, capturable
 from mmdet3d_ext.engine.timing import parts_of
 
 spec = importlib.util.spec_from_file_location('small_detectors_for_graphs', Path(__file__).with_name('test_predictor.py'))
@@ -65,6 +67,21 @@ def test_replays_give_the_same(head, dtype):
     assert all(torch.equal(output['masks_bev'], mask) for output, mask in zip(first, kept, strict=True)), 'results are copies'
     other = {key: value[:1] if isinstance(value, (torch.Tensor, list)) else value for key, value in frames[0].items()}
     assert len(predictor(other)) == 1, 'another batch size runs as before'
+
+
+def test_waits_are_refused_quietly_and_for_a_while(monkeypatch):
+    modes = [1]
+
+    def refuse(mode):
+        modes.append(mode)
+        warnings.warn('a prototype feature', stacklevel=1)
+
+    monkeypatch.setattr(torch.cuda, 'get_sync_debug_mode', lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, 'set_sync_debug_mode', refuse)
+    with pytest.warns(UserWarning) as caught, contextlib.suppress(RuntimeError), _waits_are_errors():
+        assert modes == [1, 'error'] and not caught.list
+        raise RuntimeError('synchronizing')
+    assert modes == [1, 'error', 1]
 
 
 class Waits(nn.Linear):

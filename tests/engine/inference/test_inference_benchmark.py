@@ -1,4 +1,5 @@
 """The benchmark of predictions: a row per step, latencies of what was run, and its table and files."""
+import contextlib
 import importlib.util
 import json
 from pathlib import Path
@@ -37,16 +38,28 @@ def test_ninetieth_percentile(values, expected):
     assert benchmark.percentile(list(values), 0.9) == expected
 
 
-def test_tool(tmp_path, capsys):
+def test_tool(tmp_path, capsys, monkeypatch):
     spec = importlib.util.spec_from_file_location('benchmark_tool_for_inference', REPO / 'tools' / 'benchmark.py')
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
+    times = []
+    monkeypatch.setattr(benchmark, '_times', lambda *args, kept=benchmark._times: times.append(kept(*args)) or times[-1])
     words = ['--mode', 'infer', '--batch', '1', '--plain', '--iterations', '1', '--warmup', '0', '--points', '500']
     assert tool.main([TINY, *words, '--out', str(tmp_path)]) == 0
     content = json.loads((tmp_path / 'benchmark.json').read_text())
     assert [row['variant'] for row in content['runs']] == ['plain']
     assert '| 1 | fp32 | plain |' in capsys.readouterr().out
     assert (tmp_path / 'trace_infer_1_fp32_plain.json.gz').stat().st_size > 1000
+
+    def stopped(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmark, 'STEPS', (('+ nothing', lambda *_: None),))
+    monkeypatch.setattr(benchmark, '_times', lambda *args: times.pop() if times else stopped())
+    with contextlib.suppress(KeyboardInterrupt):
+        tool.main([TINY, *[word for word in words if word != '--plain'], '--out', str(tmp_path / 'stopped')])
+    found = json.loads((tmp_path / 'stopped' / 'benchmark.json').read_text())['runs']
+    assert [row['variant'] for row in found] == ['plain'], 'what was measured before a stop is there'
 
 
 def test_all_rows_are_timed_before_one_is_profiled(monkeypatch):

@@ -197,6 +197,25 @@ def test_a_model_whose_parts_do_not_fit_is_answered_as_in_training():
         plan('--model.heads.map.in_channels', '3')
 
 
+def test_heads_with_targets_or_losses_of_their_own(base):
+    from mmdet3d_ext.models.heads.bbox.transfusion import TransFusionHead
+    from mmdet3d_ext.registry import MODELS
+
+    @MODELS.register_module()
+    class OwnTargets(TransFusionHead):
+        def get_targets(self, boxes, labels, preds):
+            return super().get_targets(boxes, labels, preds)
+
+    @MODELS.register_module()
+    class OwnLoss(TransFusionHead):
+        def loss(self, boxes, labels, preds, started=None):
+            self.get_targets(boxes, labels, preds, started)
+            return super().loss(boxes, labels, preds, started)
+
+    for kind in ('OwnTargets', 'OwnLoss'):
+        assert plan('--model.heads.object.type', kind).peak == pytest.approx(base.peak, rel=0.01)
+
+
 def test_advice_names_the_plan_and_three_switches():
     cfg = with_values(config('--data.samples_per_gpu', '1'), {})
     text = advice(cfg)

@@ -95,9 +95,9 @@ def tiny_step():
     cfg = load_config(str(REPO / 'configs' / 'synthetic' / 'multitask_tiny.yaml'), ['--model.heads.object.dropout', '0'])
     batch = random_batch(plain(cfg), 2, torch.device('cpu'), points=2000)
 
-    def make():
+    def make(**changes):
         torch.manual_seed(0)
-        model = build_model(plain(cfg['model']))
+        model = build_model({**plain(cfg['model']), **changes})
         model.init_weights()
         return model.train()
 
@@ -109,6 +109,22 @@ def losses_and_gradients(model, batch):
     losses = model(**batch)
     sum(value for name, value in losses.items() if name.startswith('loss/')).backward()
     return losses, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize('frozen', ['heads.object', 'heads.map'])
+def test_a_frozen_head_still_says_its_losses(tiny_step, frozen):
+    """The trunk learns from them."""
+    make, batch = tiny_step
+    model = make(freeze=[frozen])
+    head, other = (model.heads[name] for name in (('object', 'map') if frozen == 'heads.object' else ('map', 'object')))
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    losses, gradients = losses_and_gradients(model, batch)
+    assert list(losses) == list(losses_and_gradients(make(), batch)[0])
+    assert all((gradient is None) == name.startswith(frozen) for name, gradient in gradients.items())
+    assert all(torch.equal(value, before[name]) for name, value in head.state_dict().items())
+    assert other.training and not any(m.training for m in head.modules() if m is not head)
+    with torch.no_grad():
+        assert set(model.eval()(**batch)[0]) == {'boxes_3d', 'scores_3d', 'labels_3d', 'masks_bev'}
 
 
 def test_other_heads_work_while_the_host_matches_boxes(tiny_step):

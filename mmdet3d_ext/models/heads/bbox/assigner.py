@@ -117,27 +117,24 @@ class HungarianAssigner3D:
         cls_cost = of_class.view(batch, queries, classes).gather(2, gt_labels[:, None].expand(-1, queries, -1))
         return cls_cost + self.reg_cost(bboxes, gt_bboxes, train_cfg) + self.iou_cost(iou) + poison, iou
 
-    def match(self, cost: Tensor, valid: Tensor) -> Tensor:
-        """Assign every sample and decoder layer; one transfer to the CPU and one back for the whole batch.
+    @staticmethod
+    def send(cost: Tensor, valid: Tensor) -> Arriving:
+        """Let the costs travel to the CPU: whatever is queued on the device between this and :meth:`solve` keeps it busy while the host
+        assigns.
 
         Args:
             cost: (B, L, P, G) costs.
             valid: (B, G) bool, which ground-truth boxes exist.
-
-        Returns:
-            Tensor: (B, L, P) long, the matched ground-truth row, or -1 for background.
         """
-        return self.solve(self.send(cost, valid), cost.device)
-
-    @staticmethod
-    def send(cost: Tensor, valid: Tensor) -> Arriving:
-        """Let what :meth:`match` takes travel to the CPU: whatever is queued on the device between this and :meth:`solve` keeps it busy
-        while the host assigns."""
         # The validity flags travel as one more row of the costs, so that the host waits for the device once.
         return Arriving(torch.cat([cost, valid[:, None, None].expand(-1, cost.shape[1], -1, -1).to(cost.dtype)], 2).float())
 
     def solve(self, sent: Arriving, device: torch.device) -> Tensor:
-        """:meth:`match` of what was sent, on ``device``."""
+        """Assign every sample and decoder layer; one wait for what was sent and one transfer back for the whole batch.
+
+        Returns:
+            Tensor: (B, L, P) long on ``device``, the matched ground-truth row, or -1 for background.
+        """
         packed = sent.wait().numpy()
         batch, layers, queries = packed.shape[0], packed.shape[1], packed.shape[2] - 1
         matched = np.full((batch, layers, queries), -1, dtype=np.int64)

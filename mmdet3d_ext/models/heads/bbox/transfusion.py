@@ -324,7 +324,6 @@ class TransFusionHead(BaseModule):
     # --------------------------------------------------------------------------------------------------------------
     # loss
     @torch.no_grad()
-    @torch.no_grad()
     def start_matching(self, gt_bboxes_3d: Sequence, gt_labels_3d: Sequence[Tensor], preds: Mapping[str, Tensor]) -> Matching:
         """Queue the costs of all pairs and their way to the CPU, without waiting for them.
 
@@ -346,6 +345,7 @@ class TransFusionHead(BaseModule):
             cost, overlap = self.bbox_assigner.costs(boxes, truth.boxes, labels, preds['heatmap'].transpose(1, 2), self.train_cfg)
             return Matching(truth, overlap, self.bbox_assigner.send(cost.unflatten(1, (self.num_decoder_layers, -1)), truth.valid))
 
+    @torch.no_grad()
     def get_targets(self, gt_bboxes_3d: Sequence, gt_labels_3d: Sequence[Tensor], preds: Mapping[str, Tensor],
                     started: Optional[Matching] = None) -> Dict[str, Tensor]:
         """Match predictions and ground truth, and lay out what each query should have said.

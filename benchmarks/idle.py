@@ -14,6 +14,7 @@ import argparse
 import gzip
 import json
 import sys
+import zlib
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
@@ -85,14 +86,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         parser.error(f'--slice must be above 0 and --longest at least 0, got {arguments.slice:g} and {arguments.longest}')
     try:
         text = report(read_trace(arguments.trace), arguments.slice, arguments.longest)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         print(f'error: {arguments.trace}: {error}', file=sys.stderr)
         return 2
     print(text)
     if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         name = Path(arguments.trace).name
-        arguments.out.write_text(f'# Where the device stands idle\n\n`python benchmarks/idle.py {name}`\n\n{text}\n')
+        try:
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(f'# Where the device stands idle\n\n`python benchmarks/idle.py {name}`\n\n{text}\n')
+        except OSError as error:
+            print(f'error: --out {arguments.out}: {error}', file=sys.stderr)
+            return 2
     return 0
 
 

@@ -26,9 +26,10 @@ def write(path, content):
 
 
 def test_gaps_are_what_no_stream_fills():
-    found = idle.gaps(idle_events := [one for one in EVENTS if one['ph'] == 'X'])
+    events = [one for one in EVENTS if one['ph'] == 'X']
+    found = idle.gaps(events)
     assert [(round(gap.start, 6), round(gap.length, 6), gap.until) for gap in found] == [(5, 6, 'third'), (12, 0.5, 'last')]
-    assert idle.gaps(idle_events[:1]) == []
+    assert idle.gaps(events[:1]) == []
 
 
 @pytest.mark.parametrize('name', ['trace.json', 'trace.json.gz'])
@@ -46,11 +47,19 @@ def test_page(tmp_path, capsys, name):
 def test_files_that_are_no_traces(tmp_path, capsys):
     cut = tmp_path / 'cut.json.gz'
     cut.write_bytes(gzip.compress(json.dumps({'traceEvents': EVENTS}).encode())[:60])
+    damaged, whole = tmp_path / 'damaged.json.gz', bytearray(gzip.compress(json.dumps({'traceEvents': EVENTS}).encode()))
+    whole[20:40] = bytes(20)
+    damaged.write_bytes(whole)
     wrong = tmp_path / 'wrong.json'
     wrong.write_text('{')
-    for path in (str(tmp_path / 'nowhere.json'), str(cut), str(wrong), write(tmp_path / 'cpu.json', {'traceEvents': EVENTS[5:]}),
+    for path in (str(tmp_path / 'nowhere.json'), str(cut), str(damaged), str(wrong), write(tmp_path / 'cpu.json', {'traceEvents': EVENTS[5:]}),
                  write(tmp_path / 'list.json', [1])):
         assert idle.main([path]) == 2
         assert capsys.readouterr().err.startswith(f'error: {path}: ')
     with pytest.raises(SystemExit):
         idle.main(['trace.json', '--slice', '0'])
+    capsys.readouterr()
+    path = write(tmp_path / 'trace.json', {'traceEvents': EVENTS})
+    assert idle.main([path, '--out', str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert 'idle 6.5 ms' in said.out and said.err.startswith(f'error: --out {tmp_path}: ')

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -52,13 +51,6 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def _replace(path: Path, text: str) -> None:
-    """Whole or not at all: who is stopped meanwhile has the rows of before."""
-    partial = path.with_name(f'{path.name}.part')
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def main(argv: Optional[List[str]] = None) -> int:
     from mmdet3d_ext.engine import cli, launch
 
@@ -71,6 +63,7 @@ def main(argv: Optional[List[str]] = None) -> int:
         from mmdet3d_ext.engine import benchmark
         from mmdet3d_ext.engine.inference import benchmark as inference
         from mmdet3d_ext.engine.startup import load_settings, start
+        from mmdet3d_ext.engine.whole_files import write_json, write_whole
         from mmdet3d_ext.errors import text_of
         cfg = load_settings(arguments.config, overrides)
         device = start(cfg, arguments)
@@ -111,31 +104,30 @@ def main(argv: Optional[List[str]] = None) -> int:
 
         def write(rows: List[Dict[str, Any]]) -> str:
             """The table; where there is a folder, its files, too."""
-            text = (inference if arguments.mode == 'infer' else benchmark).table(rows, baseline)
+            found = (inference if arguments.mode == 'infer' else benchmark).table(rows, baseline)
             if out:
                 about = dict(command=shlex.join(['python', 'tools/benchmark.py', *words]), date=str(datetime.date.today()),
                              device=torch.cuda.get_device_name(device) if device.type == 'cuda' else f'CPU, {torch.get_num_threads()} threads',
                              torch=torch.__version__, config=arguments.config, inputs=arguments.inputs)
                 head = '\n'.join(f'- {key}: {value}' for key, value in about.items())
                 try:
-                    _replace(out / 'benchmark.json', json.dumps(dict(about, runs=rows), indent=1) + '\n')
-                    _replace(out / 'benchmark.md', f'# Step times\n\nWritten by `tools/benchmark.py`.\n\n{head}\n\n{text}\n')
+                    write_json(dict(about, runs=rows), out / 'benchmark.json')
+                    write_whole(f'# Step times\n\nWritten by `tools/benchmark.py`.\n\n{head}\n\n{found}\n', out / 'benchmark.md')
                 except OSError as error:
-                    print(text)
+                    print(found)
                     raise launch.UserError(f'--out: cannot write there: {text_of(error)}') from None
-            return text
+            return found
 
         rows: List[Dict[str, Any]] = []
-        single = len(jobs) == 1 and arguments.mode == 'train'  # predictions have several rows in each
-        for row in measured(times=True, profile=single):
+        text = ''
+        for row in measured(times=True, profile=False):
             rows.append(row)
-            write(rows)  # what was measured stays if the rest takes too long
-        if not single:  # a process that was profiled is slower ever after
-            for number, profiled in enumerate(measured(times=False, profile=True)):
-                rows[number] = dict(rows[number], **profiled)
-                write(rows)
+            text = write(rows)  # what was measured stays if the rest takes too long
+        for number, profiled in enumerate(measured(times=False, profile=True)):  # a process that was profiled is slower ever after
+            rows[number] = dict(rows[number], **profiled)
+            text = write(rows)
         if launch.current().is_master:
-            print(write(rows))
+            print(text)
         return 0
 
     return launch.run(program)

@@ -5,7 +5,6 @@ Every sample counts exactly once, however many ranks there are and whatever the 
 """
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -23,6 +22,7 @@ from ..metrics.bev_iou import THRESHOLDS
 from ..metrics.nuscenes_detection import RESULTS
 from .launch import LOGGER_NAME, UserError
 from .parallel import autocast, batch_size, takes, unpack_batch
+from .whole_files import write_json
 
 TASKS = {'bbox': 'object', 'object': 'object', 'map': 'map', 'segm': 'map'}  # what --eval takes -> task
 
@@ -273,10 +273,6 @@ def write_metrics(metrics: Mapping[str, float], path: str) -> None:
     """The metrics as a flat JSON object (NaN as ``NaN``, which Python's json reads); whole or not at all. A rank-0 step."""
     def work() -> None:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        temporary = f'{path}.tmp-{os.getpid()}'
-        with open(temporary, 'w') as stream:
-            json.dump(dict(metrics), stream, indent=2)
-            stream.write('\n')
-        os.replace(temporary, path)
+        write_json(metrics, path)
 
     on_rank_zero(work)

@@ -152,7 +152,7 @@ def test_tool_times_all_runs_before_it_profiles_one(monkeypatch, capsys, tmp_pat
     assert done == [(*job, True, False) for job in each] + [(*job, False, True) for job in each]
     assert capsys.readouterr().out.count('| 3 | 6,000 |') == 4
     done.clear()
-    assert tool.main([TINY, '--batch', '1']) == 0 and done == [(1, 'fp32', True, True)]
+    assert tool.main([TINY, '--batch', '1']) == 0 and done == [(1, 'fp32', True, False), (1, 'fp32', False, True)]
 
     def interrupted(*args, times, **settings):
         if not times:

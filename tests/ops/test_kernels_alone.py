@@ -24,7 +24,7 @@ def on_both(op, *inputs, tolerance=0):
     """Call ``op`` on the CPU and on the GPU; results must be equal (up to ``tolerance``), and those of the CPU are returned."""
     want = op(*inputs)
     got = op(*(value.cuda() if isinstance(value, torch.Tensor) and value.dim() else value for value in inputs))
-    for a, b in zip(want, got) if isinstance(want, tuple) else [(want, got)]:
+    for a, b in zip(want, got, strict=True) if isinstance(want, tuple) else [(want, got)]:
         torch.testing.assert_close(b.cpu(), a, rtol=tolerance, atol=tolerance, equal_nan=True)
     return want
 

@@ -16,7 +16,7 @@ def event(cat, name, begin_ms, end_ms):
 
 
 EVENTS = [event('kernel', 'third', 11, 12), event('kernel', 'first', 0, 2), event('gpu_memcpy', 'beside', 1, 5),
-          event('kernel', 'second', 4, 5), event('kernel', 'last', 12.5, 13), event('cpu_op', 'aten::match', 4, 12),
+          event('kernel', 'second', 4, 4.5), event('kernel', 'last', 12.5, 13), event('cpu_op', 'aten::match', 4, 12),
           event('cpu_op', 'aten::before', 0, 1), {'ph': 'i', 'name': 'mark', 'ts': 0}]
 
 

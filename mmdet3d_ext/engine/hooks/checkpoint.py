@@ -14,6 +14,7 @@ from mmcv.runner import HOOKS, Hook, master_only
 from .. import rank_state
 from ..checkpoint import CheckpointWriteError, link_atomic, list_checkpoints, write_atomic
 from ..launch import UserError
+from ..whole_files import write_json
 
 FILE_NAME = 'epoch_{}.pth'
 LESS_IS_BETTER = ('loss', '_err', 'mate', 'mase', 'maoe', 'mave', 'maae')
@@ -237,16 +238,3 @@ def _read_json(path: str) -> Dict[str, Any]:
             return json.load(stream)
     except (OSError, ValueError):
         return {}
-
-
-def write_json(value: Mapping[str, Any], path: str) -> None:
-    """Whole or not at all."""
-    temporary = f'{path}.tmp-{os.getpid()}'
-    try:
-        with open(temporary, 'w') as stream:
-            json.dump(value, stream, indent=2)
-            stream.write('\n')
-    except OSError:
-        _remove(temporary)
-        raise
-    os.replace(temporary, path)

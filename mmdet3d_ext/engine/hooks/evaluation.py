@@ -10,7 +10,8 @@ from mmcv.runner import HOOKS, Hook
 from mmcv.runner.hooks import LoggerHook
 
 from ...metrics import on_rank_zero
-from .checkpoint import BestKeeper, write_json
+from ..whole_files import write_json
+from .checkpoint import BestKeeper
 
 
 @HOOKS.register_module()

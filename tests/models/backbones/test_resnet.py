@@ -23,6 +23,7 @@ def golden():
 @torch.no_grad()
 def test_second_with_its_neck_equals_the_fixture(golden):
     outputs = ruled(MODELS.build(SECOND))(randn(221, (2, 256, 24, 20)))
+    assert [out.shape[1] for out in outputs] == SECOND['out_channels']
     for i, out in enumerate(outputs):
         golden.check(f'second_out{i}', out)
     golden.check('second_secondfpn_out0', ruled(MODELS.build(SECONDFPN))(outputs)[0])
@@ -31,6 +32,7 @@ def test_second_with_its_neck_equals_the_fixture(golden):
 @torch.no_grad()
 def test_generalized_resnet_with_its_neck_equals_the_fixture(golden):
     outputs = ruled(MODELS.build(RESNET))(randn(231, (2, 80, 48, 40)))
+    assert [out.shape[1] for out in outputs] == [channels for _, channels, _ in RESNET['blocks']]
     for i, out in enumerate(outputs):
         golden.check(f'genresnet_out{i}', out)
     golden.check('genresnet_lssfpn_out0', ruled(MODELS.build(LSSFPN))(outputs))
